@@ -99,12 +99,13 @@ def exchange_rows(
             out = rows.new_empty(sum(counts[1]), *rows.shape[1:])
             row_bytes = rows.element_size() * math.prod(rows.shape[1:])
             sent, received = ([count * row_bytes for count in side] for side in counts)
-            flights.append(transport.all_to_all(0, _bytes(rows), _bytes(out), (sent, received)))
+            flights.append(transport.all_to_all(0, bytes_of(rows), bytes_of(out), (sent, received)))
             outputs.append(out)
         for flight in flights:
             flight.wait()
     return outputs
 
 
-def _bytes(rows: Tensor) -> Tensor:
+def bytes_of(rows: Tensor) -> Tensor:
+    """uint8 [n]: a view of the rows if they are contiguous, else of a copy."""
     return rows.contiguous().view(-1).view(torch.uint8)

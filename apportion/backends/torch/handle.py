@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import count
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,6 +28,8 @@ from apportion.ir.fields import choice, integer
 from apportion.ir.masks.declared import Declared
 from apportion.ir.plan.segments import Cuts, agreed_cuts
 from apportion.ir.tensors import PHASES
+
+T = TypeVar("T")
 
 # torch.compile sees a plan as its number, a tensor, so that a new plan does not recompile.
 # Numbers are never used twice; the table keeps no handle alive.
@@ -65,8 +67,7 @@ class PlanHandle:
                 f"the slice of rank {piece.rank} of {piece.ranks} is on rank {self.communicator.rank} of "
                 f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
             )
-        self._programs: dict[tuple[str, str], Program] = {}
-        self._engines: dict[torch.device, Engine] = {}
+        self._built: dict[tuple[Hashable, ...], Any] = {}
         self._loaded: dict[tuple[str, str, torch.device, int], Executable] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
@@ -169,18 +170,20 @@ class PlanHandle:
         """Kinds whose window a layer has declared."""
         return {kind for kind, window, _ in self._checked if window is not None}
 
+    def built(self, build: Callable[[], T], *key: Hashable) -> T:
+        """State of this plan under a key, built on first use."""
+        if key not in self._built:
+            self._built[key] = build()
+        return cast("T", self._built[key])
+
     def program(self, kind: str, phase: str) -> Program:
         """This rank's program, compiled on first use."""
-        if (kind, phase) not in self._programs:
-            tables = self.slice.programs[kind, phase]
-            self._programs[kind, phase] = compile_program(tables, self.slice.header)
-        return self._programs[kind, phase]
+        tables, header = self.slice.programs, self.slice.header
+        return self.built(lambda: compile_program(tables[kind, phase], header), "program", kind, phase)
 
     def engine_on(self, device: torch.device) -> Engine:
         """The engine for a device. Raises UnknownNameError, ConfigError if the named engine cannot run there."""
-        if device not in self._engines:
-            self._engines[device] = choose_engine(self.engine, self.slice.header, device)
-        return self._engines[device]
+        return self.built(lambda: choose_engine(self.engine, self.slice.header, device), "engine", device)
 
     def executable(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Executable:
         """A program with the state that its calls on a device share, built on first use. hidden: width of X."""

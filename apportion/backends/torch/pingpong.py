@@ -136,21 +136,13 @@ class Tape(NamedTuple):
     y: Tensor
 
 
-class GradientSums:
-    """Sums of gradients, of one batch or over both halves, for the tensors that require gradients."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._trainable = {id(param): param for param in params if param.requires_grad}
-        self._sums: dict[int, Tensor] = {}
+class GradientSums(dict[Tensor, Tensor]):
+    """Sums of gradients, of one batch or over both halves, by the tensors that require them."""
 
     def add(self, params: Iterable[Tensor | None], grads: Iterable[Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
-            if grad is not None and id(param) in self._trainable:
-                previous = self._sums.get(id(param))
-                self._sums[id(param)] = grad if previous is None else previous + grad
-
-    def of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        return [self._sums.get(id(param)) for param in params]
+            if grad is not None and param is not None and param.requires_grad:
+                self[param] = self[param] + grad if param in self else grad
 
 
 def forward_turns(
@@ -262,12 +254,10 @@ def backward_alone(
     handle: PlanHandle, pieces: Sequence[Piece], tapes: list[Tape], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
     """The gradients of the layers' input and of params. tapes: the state that forward saved; this empties them."""
-    params = params_of(pieces)
-    sums, dhidden = GradientSums(params), [dy]
+    sums, dhidden = GradientSums(), [dy]
     with pair_scope((handle,), "backward", pieces):
         take_turns([backward_turns(handle, pieces, tapes, dhidden, sums, _run_whole)])
-    pairs = zip(params, sums.of(params), strict=True)
-    return dhidden[0], {param: grad for param, grad in pairs if grad is not None}
+    return dhidden[0], sums
 
 
 def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
@@ -317,11 +307,11 @@ class PairedLayers(torch.autograd.Function):
             raise ExecutionError(
                 "backward of ping-pong layers has already run and freed its saved tensors: run forward again"
             )
-        sums, grads = GradientSums(ctx.params), [[grad] for grad in dhidden]
+        sums, grads = GradientSums(), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
         with pair_scope(ctx.handles, "backward", ctx.pieces[0]):
             take_turns(backward_turns(*half, sums) for half in halves)
-        return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
+        return None, None, None, grads[0][0], grads[1][0], *map(sums.get, ctx.params)
 
 
 def params_of(pieces: Iterable[Piece]) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -94,16 +93,14 @@ class RankRecurrence:
     kept: Tensor
 
 
-_CACHE: WeakKeyDictionary[PlanHandle, dict[tuple[str, torch.device], RankRecurrence]] = WeakKeyDictionary()
-
-
 def recurrence_of(handle: PlanHandle, kind: str, device: torch.device) -> RankRecurrence:
     """The rank's part of a kind on a device, built on first use."""
-    cache = _CACHE.setdefault(handle, {})
-    if (kind, device) not in cache:
+
+    def build() -> RankRecurrence:
         with torch.device(device):
-            cache[kind, device] = _recurrence(handle, kind)
-    return cache[kind, device]
+            return _recurrence(handle, kind)
+
+    return handle.built(build, "recurrence", kind, device)
 
 
 # ---- tables

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -142,23 +143,9 @@ def _read(q_in: Tensor, states: Tensor, group: RunGroup) -> Tensor:
     return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])
 
 
-class _GraphTie(torch.autograd.Function):
-    """Returns its first argument; the others get zero gradients, so that backward runs their producers."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(tensor.shape, tensor.dtype, tensor.device) for tensor in others]
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
-        return grad, *zeros
-
-
 def _tie(out: Tensor, *others: Tensor) -> Tensor:
-    result: Tensor = _GraphTie.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
-    return result
+    """`out`, in whose graph the others get zero gradients, so that backward runs their producers."""
+    return sum((other.flatten()[:0].sum().to(out.dtype) for other in others), out)
 
 
 @contextmanager
@@ -181,13 +168,9 @@ def _on_side_stream(*tensors: Tensor) -> Iterator[Any]:
         tensor.record_stream(side)
 
 
-_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return _SIDE_STREAMS[device]
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

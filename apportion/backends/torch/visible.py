@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from apportion.backends.torch.exchange import bytes_of
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.memory.arenas import Post
 from apportion.backends.torch.memory.arrays import accumulator_dtype
@@ -68,24 +68,18 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     """Implements `trainer.step.visible.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
-        cache = _CACHE.setdefault(handle, {})
-        if kind not in cache:
-            cache[kind] = Gathering.of(handle, kind)
+        gathering = handle.built(lambda: Gathering.of(handle, kind), "visible", kind)
         for tensor in x:
             if len(tensor) != handle.padded_rows:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
-        rows: tuple[Tensor, ...] = _Gather.apply(cache[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = _Gather.apply(gathering, handle, kind, *x)  # type: ignore[no-untyped-call]
     nodes: set[Any] = {part.grad_fn for part in rows} - {None}
     for node in nodes:
         node.metadata["handle"] = handle
     handle.calls += 1
     handle.called.setdefault(kind, 0)  # marks the kind as used; the number of calls is unknown
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
-    return Visible(rows, *cache[kind].tables_on(x[0].device, len(x[0])))
-
-
-#: for each plan in use: kind -> its gathering
-_CACHE: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
+    return Visible(rows, *gathering.tables_on(x[0].device, len(x[0])))
 
 
 #: rows of a tensor; a slice is contiguous and needs no copy
@@ -226,11 +220,11 @@ def _transfer(
                 buffer[index] if is_direct else buffer.new_empty(rows, *buffer.shape[1:], dtype=dtype)
                 for buffer, dtype in zip(memory, wire, strict=True)
             ]
-            posts += [Post(False, peer, _bytes(part)) for part in parts]
+            posts += [Post(False, peer, bytes_of(part)) for part in parts]
             incoming.append((index, parts))
         for peer, index, _ in leg.out:
             parts = [buffer[index].to(dtype) for buffer, dtype in zip(memory, wire, strict=True)]
-            posts += [Post(True, peer, _bytes(part)) for part in parts]
+            posts += [Post(True, peer, bytes_of(part)) for part in parts]
         flights[i] = transport.batch(leg.channel, posts), incoming
     for i in [*flights]:
         finish(i)
@@ -241,11 +235,6 @@ def _add(buffer: Tensor, index: Index, part: Tensor) -> None:
         buffer[index] += part
     else:
         buffer.index_put_((index,), part.to(buffer.dtype), accumulate=True)  # in index order, on a GPU too
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    """The bytes of contiguous rows."""
-    return rows.view(-1).view(torch.uint8)
 
 
 class _Gather(torch.autograd.Function):

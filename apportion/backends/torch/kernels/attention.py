@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,9 +145,7 @@ def attend_grad(
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
             upstream = (_rows(do, call), _rows(lse, call), _rows(delta, call))
             parts = kernel.backward(call, *inputs, *upstream, score)
-            part_q = _ungroup_heads(parts[0])
-            part_k = _sum_query_heads(parts[1])
-            part_v = _sum_query_heads(parts[2])
+            part_q, part_k, part_v = _ungroup_heads(parts[0]), *map(_sum_query_heads, parts[1:])
             if is_checking():
                 require_numbers(_describe(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
             dq[call.q0 : call.q1].add_(part_q)
@@ -292,15 +291,11 @@ def _kv_tokens_first(tensor: Tensor) -> Tensor:
     return tensor[:, 0].transpose(0, 1)
 
 
-def _one_sequence(tokens: int, device: torch.device) -> Tensor:
-    """[0, tokens] int32, made on the device: no copy from the host."""
-    return torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
-
-
-def _varlen(call: Call, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Cumulative and largest lengths of queries and keys."""
-    t, s = call.q1 - call.q0, call.k1 - call.k0
-    return _one_sequence(t, device), _one_sequence(s, device), t, s
+def _varlen(call: Call, device: torch.device) -> tuple[Any, ...]:
+    """Cumulative lengths [0, n] of queries and keys, int32, made on the device (no copy from the host), and lengths."""
+    sizes = call.q1 - call.q0, call.k1 - call.k0
+    ends = (torch.arange(0, size + 1, size, dtype=torch.int32, device=device) for size in sizes)
+    return *ends, *sizes
 
 
 def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
@@ -331,22 +326,15 @@ def _flash_cuda_backward(
         0.0, False, no_dropout, torch.empty(0, device=q.device),
         scale=score.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return (
-        _split_heads(dq[..., :qk_width], kv_heads),
-        _as_one_group(dk[..., :qk_width]),
-        _as_one_group(dv[..., :v_width]),
-    )
-
-
-def _as_one_group(tensor: Tensor) -> Tensor:
-    """[S, K, D], summed over query heads, -> [K, 1, S, D]."""
-    return tensor.transpose(0, 1).unsqueeze(1)
+    pairs = (dq, qk_width), (dk, qk_width), (dv, v_width)
+    dq, dk, dv = (_split_heads(part[..., :width], kv_heads) for part, width in pairs)
+    return dq, dk, dv  # dk and dv are summed over query heads: [K, 1, S, D]
 
 
 # --- Plain strips: any device, dtype and softcap
 
 
-def _scores(call: Call, q: Tensor, k: Tensor, score: Score) -> Tensor:
+def _scores(q: Tensor, k: Tensor, score: Score) -> Tensor:
     """[K, G, T, S] before the mask."""
     s = q @ k.mT * score.scale
     return s if score.softcap is None else score.softcap * torch.tanh(s / score.softcap)
@@ -357,7 +345,7 @@ def _mask_scores(call: Call, s: Tensor) -> Tensor:
 
 
 def _plain(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
-    s = _mask_scores(call, _scores(call, q, k, score))
+    s = _mask_scores(call, _scores(q, k, score))
     lse = s.logsumexp(-1)
     return (s - lse.unsqueeze(-1)).exp_() @ v, lse
 
@@ -365,7 +353,7 @@ def _plain(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[T
 def _plain_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
-    s = _scores(call, q, k, score)
+    s = _scores(q, k, score)
     p = (_mask_scores(call, s) - lse.unsqueeze(-1)).exp_()
     ds = p * (do @ v.mT - delta.unsqueeze(-1)) * score.scale
     if score.softcap is not None:

@@ -223,15 +223,18 @@ class Memory:
 
     def tile_parts(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
-        return [
-            self._parts_in_message(message.at + offset, operands[index], message.results)
-            for index, offset in message.tiles
-        ]
-
-    def _parts_in_message(self, start: int, operand: Operand, results: bool) -> Parts:
-        layout = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
-        arrays = [_array(self.staging, start + offset, array, operand.rows) for offset, array in layout]
-        return part_views(arrays, [array for _, array in layout])
+        tiles = []
+        for index, start in message.tiles:
+            operand, header = operands[index], self._arenas.header
+            offsets, specs = zip(
+                *tile_arrays(operand, header, self._arenas.hidden, message.results), strict=True
+            )
+            places = (message.at + start + offset for offset in offsets)
+            arrays = [
+                _array(self.staging, at, spec, operand.rows) for at, spec in zip(places, specs, strict=True)
+            ]
+            tiles.append(part_views(arrays, specs))
+        return tiles
 
     def posts(self, step: Step, round_: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
         """The messages of a launch, receives first."""

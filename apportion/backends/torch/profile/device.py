@@ -17,6 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -256,13 +257,12 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
 
 def _task_us(arena: _Arena, engine: str, task: TimedTask) -> list[float]:
     """The microseconds of a task forward and backward, at a new place in the arenas each time, as in programs."""
-    return [_phase_us(arena, engine, task, phase) for phase in (0, 1)]
-
-
-def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
-    tasks = [[TASKS[engine](arena, task, start)[phase] for start in starts] for starts in arena.places(task)]
-    cycle = itertools.cycle(tasks)
-    return best_us(lambda: [work() for work in next(cycle)], arena.device, arena.effort.runs) / len(tasks[0])
+    times = []
+    for phase in (0, 1):
+        runs = [[TASKS[engine](arena, task, row)[phase] for row in rows] for rows in arena.places(task)]
+        work = partial(lambda cycle: [task() for task in next(cycle)], itertools.cycle(runs))
+        times.append(best_us(work, arena.device, arena.effort.runs) / len(runs[0]))
+    return times
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:

@@ -38,23 +38,20 @@ class TimedLayer:
 
     def linear_tflops(self) -> Figure:
         """1e12 FLOP/s of the matrix products of one layer."""
-        us = best_us(self._products(), self.device, self.runs)
         flops = 2 * BOTH * linear_parameters(self.model) * self.tokens
-        return Figure(round(flops / us / 1e6, 6), f"measured: linear layers, {self._shape()}")
+        return self._rate(self._products(), flops / 1e3, f"linear layers, {self._shape}", digits=6)
 
     def rows_gbs(self) -> Figure:
         """1e9 bytes/s that norms, residual sums, rotary embeddings and the gate move."""
-        us = best_us(self._row_work(), self.device, self.runs)
         moved_bytes = BOTH * self.tokens * self.model.element_bytes * row_work_numbers(self.model)
-        source = f"measured: norms, residual sums, rotary embeddings and gate, {self._shape()}"
-        return Figure(round(moved_bytes / us / 1e3, 4), source)
+        source = f"norms, residual sums, rotary embeddings and gate, {self._shape}"
+        return self._rate(self._row_work(), moved_bytes, source)
 
     def loss_gbs(self) -> Figure:
         """1e9 bytes/s that the cross-entropy of logits moves."""
-        us = best_us(self._loss(), self.device, self.runs)
         moved_bytes = BOTH * LOSS * self.tokens * self.vocab * self.model.element_bytes
-        source = f"measured: cross-entropy of {self.tokens} x {self.vocab} logits, forward and backward"
-        return Figure(round(moved_bytes / us / 1e3, 4), source)
+        source = f"cross-entropy of {self.tokens} x {self.vocab} logits, forward and backward"
+        return self._rate(self._loss(), moved_bytes, source)
 
     def optimizer_gbs(self) -> Figure:
         """1e9 bytes/s of a step of AdamW over one layer's float32 weights; the figure's source lists torch's other
@@ -67,6 +64,12 @@ class TimedLayer:
         source = f"measured: torch's default AdamW, {count} float32 parameters; {others}"
         return Figure(round(rates["by default"], 4), source)
 
+    def _rate(self, work: Work, amount: float, source: str, digits: int = 4) -> Figure:
+        """The rate of an amount of work, in 1e9 per second."""
+        us = best_us(work, self.device, self.runs)
+        return Figure(round(amount / us / 1e3, digits), f"measured: {source}")
+
+    @property
     def _shape(self) -> str:
         m = self.model
         return f"hidden {m.hidden}, ffn {m.ffn}, {self.tokens} tokens, forward and backward"

@@ -64,7 +64,8 @@ class Links:
 def profile_links(
     group: Any = None, node: int | None = None, messages: Sequence[int] = MESSAGES, runs: int = 10
 ) -> Links:
-    """Measures the links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
+    """Measures the links of a group. A collective of `group` (None: the default one), which must also move CPU tensors;
+    all ranks get the same numbers.
 
     node: the number of this rank's node, equal on all its ranks; None: from the host's name. messages: sizes in bytes
     for the ping-pong; the crowd uses the largest. runs: tries; the best one counts. Raises ExecutionError for one rank.
@@ -76,8 +77,7 @@ def profile_links(
         )
     group = dist.group.WORLD if group is None else group
     comm.start(1)
-    node_number = torch.tensor([_host() if node is None else node], dtype=torch.int64)
-    nodes = [int(number) for (number,) in _gather(comm, group, node_number)]
+    nodes = [number for (number,) in comm.all_gather([_host() if node is None else node], "nodes of ranks")]
     job = _LinkJob(comm, group, nodes, messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
     intra_gbs, inter_gbs = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
@@ -174,8 +174,7 @@ class _LinkJob:
         peers = self._peers(same)
         posts, size = self._posts(peers, peers), self._message_bytes(peers)
         elapsed = self._round_us(posts)
-        rates = [len(peers) * size / elapsed / 1e3 if posts else 0.0]
-        gathered = self._gather(rates)
+        gathered = self._gather([len(peers) * size / elapsed / 1e3 if posts else 0.0])
         rates = [rate for (rate,) in gathered if rate > 0]
         return round(min(rates), 4) if rates else None
 
@@ -276,18 +275,10 @@ class _LinkJob:
 
     def _gather(self, figures: Sequence[float]) -> list[list[float]]:
         """The figures of every rank."""
-        return _gather(self.comm, self.group, torch.tensor(figures, dtype=torch.float64))
+        return self.comm.gather_floats(figures, "times of links")
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
         return np.max(self._gather(times), axis=0).tolist()  # type: ignore[no-any-return]
-
-
-def _gather(comm: Communicator, group: Any, values: Tensor) -> list[list[Any]]:
-    """The numbers of every rank, gathered by a collective that the group supports."""
-    values = values.to(comm.device)
-    outputs = [torch.empty_like(values) for _ in range(comm.ranks)]
-    dist.all_gather(outputs, values, group=group)
-    return [row.tolist() for row in outputs]
 
 
 def _host() -> int:
