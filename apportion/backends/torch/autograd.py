@@ -74,7 +74,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     inputs = {name: tuple(_aligned(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(executable.arenas.size, device)
-    memory = Memory(executable.arenas, handle.rows, inputs, buffer, handle.padding, executable.result_only)
+    memory = Memory(executable.arenas, handle.rows, inputs, buffer, handle.padding)
     return handle.engine_on(device).machine(executable, memory, layer, handle.communicator)
 
 
@@ -222,14 +222,10 @@ class PlannedLayer(torch.autograd.Function):
             else:
                 qkv_home(handle, *inputs, latent=True)
             machine = run(handle, kind, "forward", home, replace(layer, sinks=sinks))
-        arrays, (out, lse) = machine.memory.home, machine.output(inputs[0].dtype)
-        # present only if the plan keeps projected rows at home
-        extra = [
-            (name, part) for name in (Name.Q, Name.KV) if name not in home for part in arrays.get(name, ())
-        ]
-        ctx.save_for_backward(sinks, out, lse, *inputs, *(part for _, part in extra))
+        out, lse = machine.output(inputs[0].dtype)
+        ctx.names, rows = _flat(inputs_of(machine, home))
+        ctx.save_for_backward(sinks, out, lse, *rows)
         ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
-        ctx.names = [*names, *(name for name, _ in extra)]
         ctx.params, ctx.versions = params, _versions(params)
         return out
 
@@ -251,6 +247,19 @@ class PlannedLayer(torch.autograd.Function):
         grads = (machine.hidden_gradient(dtype), None) if projects else machine.input_gradients(dtype)
         dparams = param_gradients(ctx.params, machine.gradients)
         return None, None, None, None, sink_gradient(layer, machine.gradients), *grads, *dparams
+
+
+def inputs_of(machine: TorchMachine, home: Home) -> dict[Name, Parts]:
+    """The inputs of a forward program that backward reads: home rows, and projected rows if the plan keeps them."""
+    rows = dict(machine.memory.home) | dict(home)
+    del rows[Name.O]
+    return rows
+
+
+def _flat(home: Home) -> tuple[tuple[Name, ...], tuple[Tensor, ...]]:
+    """The home tensor of each part, and the parts: the inverse of `_group_parts`."""
+    names, parts = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)
+    return names, parts
 
 
 def _group_parts(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
@@ -382,7 +391,7 @@ def attend_layer(
     """Planned attention of hidden states, or of q [rows, Hq, D] to latent rows [rows, 1, rope] and [rows, 1, rank],
     differentiable in all of these and in the layer's sinks and params."""
     handle.check(kind, *declared)
-    names, tensors = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)
+    names, tensors = _flat(home)
     bare = replace(layer, sinks=None, params=())
     inputs = (handle, kind, bare, names, layer.sinks, *tensors, *layer.params)
     return PlannedLayer.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

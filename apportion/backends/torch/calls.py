@@ -13,12 +13,11 @@ import atexit
 import json
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import groupby
-from threading import Event, Lock, Thread, get_ident
+from threading import Event, RLock, Thread
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -56,7 +55,7 @@ class Calls:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.number = self.tag = self.history = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=HISTORY_CALLS)
-        self._lock, self._owner = Lock(), 0
+        self._lock = RLock()
         store = _get_process_group_store(group)
         self._notices = Notices(PrefixStore("apportion", store), self.rank)
         self._wait: Wait | None = None
@@ -67,7 +66,12 @@ class Calls:
     def call(self, name: str) -> Iterator[None]:
         """Opens one call; its name must be equal on all ranks. If it raises, the others raise and quote its error.
         Raises ExecutionError if another thread is in a call."""
-        nested = self._enter(name)
+        if not self._lock.acquire(blocking=False):
+            raise ExecutionError(
+                f"rank {self.rank}: two threads call at once: {name}, while another is in call {self._current()}. All "
+                "ranks must make a communicator's calls in the same order: call from one thread at a time, or give "
+                "each a communicator with its own groups"
+            )
         previous = self.tag
         self._begin(name)
         try:
@@ -79,22 +83,7 @@ class Calls:
             raise
         finally:
             self.tag = previous
-            if not nested:
-                self._owner = 0
-                self._lock.release()
-
-    def _enter(self, call: str) -> bool:
-        """Enters a call; returns True if this thread is already in one."""
-        if self._lock.acquire(blocking=False):
-            self._owner = get_ident()
-            return False
-        if self._owner == get_ident():
-            return True
-        raise ExecutionError(
-            f"rank {self.rank}: two threads call at once: {call}, while another is in call {self._current()}. All "
-            "ranks must make a communicator's calls in the same order: call from one thread at a time, or give each a "
-            "communicator with its own groups"
-        )
+            self._lock.release()
 
     def _begin(self, call: str) -> None:
         if self._notices.failed_at:
@@ -243,12 +232,11 @@ def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
 
 def by_value(values: Mapping[int, str], unit: str = "rank") -> str:
     """Describes which ranks have each value: "x on ranks 0, 2; y on rank 1". values: by rank."""
-    rows = sorted((value, rank) for rank, value in values.items())
-    grouped = [
-        (value, [rank for _, rank in members]) for value, members in groupby(rows, key=lambda row: row[0])
-    ]
+    ranks_of = defaultdict(list)
+    for value, rank in sorted((value, rank) for rank, value in values.items()):
+        ranks_of[value].append(str(rank))
     return "; ".join(
-        f"{value} on {unit}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
+        f"{value} on {unit}{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in ranks_of.items()
     )
 
 

@@ -60,7 +60,7 @@ class TaskEngine:
         program, hidden = request.program, request.hidden
         rounds = find_rounds(request.columns, program, hidden, early={})
         arenas = Arenas(program, rounds.staging_bytes, hidden, request.envelope)
-        return Executable(program, rounds, arenas, result_only=frozenset())
+        return Executable(program, rounds, arenas)
 
 
 @dataclass(frozen=True)

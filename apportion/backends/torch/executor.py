@@ -95,13 +95,11 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Executable:
-    """A rank's program, ready for any number of calls on one device. result_only: sums whose home rows are
-    all written as final results, so that they need no accumulators."""
+    """A rank's program, ready for any number of calls on one device."""
 
     program: Program
     rounds: Rounds
     arenas: Arenas
-    result_only: frozenset[Name]
 
     @property
     def table_numbers(self) -> int:

@@ -27,6 +27,7 @@ from apportion.backends.torch.autograd import (
     Home,
     attention_call,
     backward_home,
+    inputs_of,
     or_zeros,
     prepare,
     qkv_home,
@@ -166,10 +167,7 @@ def forward_turns(
         y = _run_traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
         if tapes is not None:
-            # a plan that projects may keep projected rows at home
-            rows = dict(machine.memory.home)
-            del rows[Name.O]
-            tapes.append(Tape(x, qkv, {**rows, **home}, out, lse, y))
+            tapes.append(Tape(x, qkv, inputs_of(machine, home), out, lse, y))
 
 
 def _run_traced(

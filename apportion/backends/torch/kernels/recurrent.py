@@ -9,6 +9,7 @@ Delta Attention). Kernels are called like flash-linear-attention's `chunk_*` fun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -43,10 +44,8 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
     """flash-linear-attention's kernel if it is installed and rows are on a GPU, else `chunk_recurrence`."""
     if device.type == "cuda":
         module, function = _FLA[gate, delta]
-        try:
+        with suppress(ImportError):
             return partial(_with_equal_heads, getattr(import_module(f"fla.ops.{module}"), function))
-        except ImportError:
-            return chunk_recurrence
     return chunk_recurrence
 
 

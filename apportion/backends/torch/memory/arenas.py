@@ -84,8 +84,7 @@ class View:
         self.operand = operand
         self._rows = tuple(part.narrow(0, operand.row, operand.rows) for part in parts)
         self._columns: Columns | None = None if operand.tensor in HEADLESS else operand.columns
-        is_scattered = isinstance(self._columns, tuple)
-        self._parts = None if is_scattered else self._gather()
+        self._parts = None if isinstance(self._columns, tuple) else self._gather()
 
     def _gather(self) -> Parts:
         columns = self._columns
@@ -110,11 +109,18 @@ class View:
 
 class Arenas:
     """Layout of a program's work arenas and staging in one buffer: the byte offset of each array. envelope: sizes that
-    the buffer is padded to."""
+    the buffer is padded to; result_only: sums whose home rows are all written as final results, which the engine holds,
+    so that they need no accumulators."""
 
     def __init__(
-        self, program: Program, staging_bytes: int, hidden: int, envelope: Envelope = UNPADDED
+        self,
+        program: Program,
+        staging_bytes: int,
+        hidden: int,
+        envelope: Envelope = UNPADDED,
+        result_only: frozenset[Name] = frozenset(),
     ) -> None:
+        self.result_only = result_only
         self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
         self.placements: dict[Name, list[tuple[int, Array, int]]] = {}
@@ -164,20 +170,12 @@ def _array(buffer: Tensor, offset: int, array: Array, rows: int) -> Tensor:
 
 class Memory:
     """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: rows after them; inputs:
-    home tensors that the caller passes in; others are allocated on first use; result_only: sums whose home rows are
-    all written as final results, which the engine holds."""
+    home tensors that the caller passes in; others are allocated on first use."""
 
     def __init__(
-        self,
-        arenas: Arenas,
-        rows: int,
-        inputs: Mapping[Name, Parts],
-        buffer: Buffer,
-        padding: int = 0,
-        result_only: frozenset[Name] = frozenset(),
+        self, arenas: Arenas, rows: int, inputs: Mapping[Name, Parts], buffer: Buffer, padding: int = 0
     ) -> None:
         self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
-        self._result_only = result_only
         self.device = buffer.data.device
         self.home: dict[Name, Parts] = dict(inputs)
         self._bound = arenas.bind(buffer)
@@ -199,10 +197,9 @@ class Memory:
         """The arrays [rows, …] of a home tensor, allocated on first use."""
         if tensor not in self.home:
             specs = self._arenas.arrays(tensor, Space.HOME)
-            parts = [
-                self.allocate(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._result_only :]
-            ]
-            if tensor in self._result_only:
+            is_result = tensor in self._arenas.result_only
+            parts = [self.allocate(spec.shape(0)[1:], spec.dtype) for spec in specs[is_result:]]
+            if is_result:
                 parts.insert(0, torch.empty(specs[0].shape(0), dtype=specs[0].dtype, device=self.device))
             self.home[tensor] = tuple(parts)
             if tensor == Name.O and self._padding:

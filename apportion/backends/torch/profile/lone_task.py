@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
@@ -61,9 +61,8 @@ def _columns(op: Op, rows: int, keys: int, diagonals: tuple[int, int]) -> Progra
         "instructions": [(int(op), 0, 0, 0, 1)],
         op.rule.list: [task],
     }
-    return ProgramSet({name: _table(names, lists.get(name, [])) for name, names in TABLES.items()})
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[int]]) -> Table:
-    columns = np.array(rows, np.int64).reshape(-1, len(names)).T
-    return Table.of(np.array([0, len(rows)]), dict(zip(names, columns, strict=True)))
+    tables = {}
+    for name, names in TABLES.items():
+        rows_of = np.array(lists.get(name, []), np.int64).reshape(-1, len(names))
+        tables[name] = Table.of(np.array([0, len(rows_of)]), dict(zip(names, rows_of.T, strict=True)))
+    return ProgramSet(tables)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import Operand, Program, Step
+from apportion.backends.interp import Operand, Step
+from apportion.backends.torch.executor import LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
-from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
-from apportion.backends.torch.stage.in_place import direct_writes
+from apportion.backends.torch.memory.rounds import Message, find_rounds, tile_arrays
+from apportion.backends.torch.stage.in_place import direct_writes, earliest_writes
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Panel,
@@ -38,9 +39,8 @@ from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, wo
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
-from apportion.ir.plan.fusion import CompleteRows, RowRanges, find_statistics, gaps, merge_ranges
+from apportion.ir.plan.fusion import RowRanges, find_complete_rows, find_statistics, gaps, merge_ranges
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
 
 
@@ -66,15 +66,13 @@ class Drafts:
     """Drafts of the launches of each step, and their tables. slots: arrays that a machine provides, by number; shares:
     number of tiles of all delta instructions; in_place: the destinations of each sum's complete work rows."""
 
-    def __init__(
-        self,
-        columns: ProgramSet,
-        program: Program,
-        arenas: Arenas,
-        rounds: Rounds,
-        complete: Mapping[str, CompleteRows],
-    ) -> None:
-        self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
+    def __init__(self, request: LoadRequest) -> None:
+        columns, program, _, rows, hidden, envelope = request
+        self._complete, self._statistics = find_complete_rows(columns), find_statistics(columns)
+        self.rounds = find_rounds(columns, program, hidden, earliest_writes(columns, self._complete))
+        sums = (Name[name.upper()] for name, ranges in self._complete.items() if ranges.has_all_results(rows))
+        self.arenas = Arenas(program, self.rounds.staging_bytes, hidden, envelope, frozenset(sums))
+        self._program, self._header = program, program.header
         self._variant = variant(self._header.dtype, self._header.head_dim, self._header.v_head_dim)
         self.tables: list[Ints] = []
         self.slots: list[Slot] = []
@@ -82,8 +80,7 @@ class Drafts:
         self._end = 0
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(program), columns
-        self._complete, self._statistics = complete, find_statistics(columns)
-        self.in_place = direct_writes(columns, program, arenas, rounds, complete)
+        self.in_place = direct_writes(columns, program, hidden, self.rounds, self._complete)
         self._lists: dict[str, tuple[Any, ...]] = {}
 
     def complete_rows(self, step: Step, operand: Operand) -> list[tuple[int, int]]:
@@ -148,7 +145,7 @@ class Drafts:
             constants = {capped: self._variant.constants(kernel, capped) for capped in (False, True)}
             self._lists[kernel] = items.launches, tables, constants
         launches, tables, constants = self._lists[kernel]
-        columns = tuple(self._arenas.columns.get(name, 1) for name in work)
+        columns = tuple(self.arenas.columns.get(name, 1) for name in work)
         heads = (self._header.q_heads, self._header.kv_heads)
         for tiles in launches.get(step.index, ()):
             sizes = (tiles.tile, tiles.lanes, *heads, *columns)
@@ -162,7 +159,7 @@ class Drafts:
     def _spaces(self, tensor: Name, number: int = 0) -> list[Slot]:
         """An array's home rows and work rows; if the program has only one of these, the same twice."""
         home, work = (tensor, True, number), (tensor, False, number)
-        if tensor not in self._arenas.columns:
+        if tensor not in self.arenas.columns:
             return [home, home]
         is_input = tensor in _INPUTS and not self._program.uses_project
         return [home if is_input or tensor in self._home else work, work]
@@ -172,7 +169,7 @@ class Drafts:
     def _operand_parts(self, operand: Operand) -> list[Part]:
         """The place of each part, and its bytes per column."""
         parts = []
-        for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
+        for number, array in enumerate(self.arenas.arrays(operand.tensor, operand.space)):
             slot = (operand.tensor, operand.is_home, number)
             parts += parts_of(slot, operand.row * array.row_bytes, operand.column_list, array)
         return parts
@@ -194,12 +191,12 @@ class Drafts:
 
     def launch(self, step: Step) -> Iterator[Launch]:
         """Packs staged tiles into their messages."""
-        yield from self._move(list(self._staged_panels(self._rounds.of_step[step.index].sends, unpack=False)))
+        yield from self._move(list(self._staged_panels(self.rounds.of_step[step.index].sends, unpack=False)))
 
     def wait(self, step: Step) -> Iterator[Launch]:
         """Unpacks staged tiles from their messages."""
         yield from self._move(
-            list(self._staged_panels(self._rounds.of_step[step.index].receives, unpack=True))
+            list(self._staged_panels(self.rounds.of_step[step.index].receives, unpack=True))
         )
 
     def _staged_panels(self, messages: Sequence[Message], unpack: bool) -> Iterator[Panel]:
@@ -207,7 +204,7 @@ class Drafts:
         for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
-                arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
+                arrays = list(tile_arrays(operand, self._header, self.arenas.hidden, message.results))
                 for piece in self._remaining(operand):
                     is_result = message.results and piece.is_home
                     local = self._result(piece) if is_result else self._operand_parts(piece)
@@ -264,7 +261,7 @@ class Drafts:
     def add(self, step: Step) -> Iterator[Launch]:
         for fold in folds(step, self._program.operands, ROWS):
             arrays = [
-                self._arenas.arrays(tensor, Space.HOME if home else Space.WORK)[0]
+                self.arenas.arrays(tensor, Space.HOME if home else Space.WORK)[0]
                 for tensor, home, _ in fold.slots
             ]
             sizes = np.array([[max(array.columns, 1), array.width] for array in arrays], np.int32)
@@ -279,7 +276,7 @@ class Drafts:
             fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
             tables = self._table_ranges(fold.tiles, fold.entries, fold.heads)
             slots = [*self._spaces(Name.O), *self._spaces(Name.O, 1)]
-            sizes = (fold.lanes, self._header.q_heads, self._arenas.columns.get(Name.O, 1))
+            sizes = (fold.lanes, self._header.q_heads, self.arenas.columns.get(Name.O, 1))
             yield self._launch("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths)
 
     def delta(self, step: Step) -> Iterator[Launch]:
@@ -288,7 +285,7 @@ class Drafts:
         if any(not operands[row.b].is_home for row in step.rowops):
             raise ExecutionError("delta of work rows of O: a plan must compute it from home rows")
         slots = [*self._spaces(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._spaces(Name.DELTA)]
-        columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
+        columns = [self.arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
         all_rows = row_tiles(step, operands, ROWS)
         remaining = row_tiles(step, operands, ROWS, self._rows_without_statistics)
         for items in (all_rows, remaining) if self._statistics.rowops else (all_rows,):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.interp import Operand, Program
-from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
 from apportion.backends.torch.stage.worklists import ROLES
 from apportion.ir.isa import RESULTS, Op
@@ -42,13 +41,9 @@ class DirectRows(NamedTuple):
 
 
 def direct_writes(
-    programs: ProgramSet,
-    program: Program,
-    arenas: Arenas,
-    rounds: Rounds,
-    complete: Mapping[str, CompleteRows],
+    programs: ProgramSet, program: Program, hidden: int, rounds: Rounds, complete: Mapping[str, CompleteRows]
 ) -> dict[str, list[DirectRows]]:
-    """Column of the tasks' list -> the complete work rows of its sum, with their destinations."""
+    """Column of the tasks' list -> the complete work rows of its sum, with their destinations. hidden: width of X."""
     tiles: dict[int, tuple[Message, int]] = {}
     for step in program.steps:
         if step.op == Op.LAUNCH and step.mode & RESULTS:
@@ -63,7 +58,7 @@ def direct_writes(
         for position, row, stop in zip(*(part.tolist() for part in ranges.sent), strict=True):
             operand, (message, tile) = program.operands[sent[position]], tiles[int(sent[position])]
             start = message.at + message.tiles[tile][1]
-            offsets = (offset for offset, _ in tile_arrays(operand, program.header, arenas.hidden, True))
+            offsets = (offset for offset, _ in tile_arrays(operand, program.header, hidden, True))
             at, lse = (*((start + offset) // ALIGNMENT for offset in offsets), 0)[:2]
             place = 1, row - operand.row, len(operand.heads), at, lse
             entries.append(DirectRows(row, stop, *place, operand, message, tile))

@@ -16,13 +16,8 @@ import numpy as np
 import torch
 
 from apportion.backends.torch.executor import Executable, LoadRequest
-from apportion.backends.torch.memory.arenas import Arenas
-from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.backends.torch.stage.drafts import Drafts, Launch
-from apportion.backends.torch.stage.in_place import earliest_writes
 from apportion.ir.arrays import Ints
-from apportion.ir.plan.fusion import find_complete_rows
-from apportion.ir.tensors import Tensor as Name
 
 
 class Table:
@@ -68,19 +63,13 @@ class StageExecutable(Executable):
 
 def load(request: LoadRequest) -> StageExecutable:
     """Loads a one-rank program on a device."""
-    columns, program, device, rows, hidden, envelope = request
-    complete = find_complete_rows(columns)
-    rounds = find_rounds(columns, program, hidden, earliest_writes(columns, complete))
-    arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
-    drafts = Drafts(columns, program, arenas, rounds, complete)
-    steps, results = {step.index: [*drafts.step(step)] for step in program.steps}, [*drafts.results(rows)]
+    drafts, program = Drafts(request), request.program
+    steps = {step.index: [*drafts.step(step)] for step in program.steps}
+    results = [*drafts.results(request.rows)]
     numbers = np.concatenate([*drafts.tables, np.zeros(4, np.int32)])
     drafts.tables.clear()
-    spare = envelope.size("table_numbers", len(numbers)) - len(numbers)
-    table = Table(np.pad(numbers, (0, spare)), device)
+    spare = request.envelope.size("table_numbers", len(numbers)) - len(numbers)
+    table = Table(np.pad(numbers, (0, spare)), request.device)
     launches = {index: tuple(draft.on(table.data) for draft in group) for index, group in steps.items()}
-    result_only = frozenset(
-        Name[column.upper()] for column, ranges in complete.items() if ranges.has_all_results(rows)
-    )
     last = tuple(draft.on(table.data) for draft in results)
-    return StageExecutable(program, rounds, arenas, result_only, table, launches, last, drafts)
+    return StageExecutable(program, drafts.rounds, drafts.arenas, table, launches, last, drafts)
