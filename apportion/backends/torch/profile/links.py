@@ -97,15 +97,12 @@ def profile_links(
 
 def with_links(hardware: Hardware, links: Links) -> Hardware:
     """The hardware with measured links; figures that were not measured are unchanged."""
-    pair = f"measured: ping-pong of two ranks over {links.backend}, linear fit"
-    source = f"measured: all ranks to all peers at once over {links.backend}"
+    over = f"over {links.backend}"
+    pair = f"measured: ping-pong of two ranks {over}, linear fit"
+    source = f"measured: all ranks to all peers at once {over}"
     changes: dict[str, Any] = {
-        "post_us": Figure(
-            links.post_us, f"measured: rounds of 1 to {POSTS[-1]} messages over {links.backend}"
-        ),
-        "contention": Figure(
-            links.contention, f"measured: matrix products during transfers over {links.backend}"
-        ),
+        "post_us": Figure(links.post_us, f"measured: rounds of 1 to {POSTS[-1]} messages {over}"),
+        "contention": Figure(links.contention, f"measured: matrix products during transfers {over}"),
     }
     for scope, line in (("intra", links.intra), ("inter", links.inter)):
         if line is not None:
@@ -180,9 +177,7 @@ class _LinkJob:
 
     def _peers(self, same: bool) -> list[int]:
         rank, nodes = self.comm.rank, self.nodes
-        position = [
-            sum(nodes[other] == nodes[owner] for other in range(owner)) for owner in range(self.comm.ranks)
-        ]
+        position = [nodes[:owner].count(nodes[owner]) for owner in range(self.comm.ranks)]
         return [
             other
             for other in range(self.comm.ranks)

@@ -107,6 +107,14 @@ def _merge(
 
 
 @triton.jit
+def tile_rows(tiles, first_tile, lanes, M: tl.constexpr):
+    """A program's tile and lane, the numbers [M] of the tile's rows, and whether these rows exist."""
+    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
+    rows = tl.load(tile) + tl.arange(0, M)
+    return tile, tl.program_id(0) % lanes, rows, rows < tl.load(tile + 1)
+
+
+@triton.jit
 def _operand_rows(
     tile, columns, NUMBER: tl.constexpr, home, work, home_columns, work_columns, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -234,14 +242,10 @@ def attend(
     q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV interleave k and v. o is float32; lse
     is float64, but float32 in messages.
     """
-    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, rows, valid = tile_rows(tiles, first_tile, lanes, M)
     if lane >= tl.load(tile + 5):
         return
-    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
-    columns = heads + tl.load(tile + 6) + lane * LANE
-    rows = row0 + tl.arange(0, M)
-    valid = rows < row1
+    flags, columns = tl.load(tile + 4), heads + tl.load(tile + 6) + lane * LANE
     fresh = flags & 1
     q_at = _operand_rows(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
     q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
@@ -368,14 +372,10 @@ def dq(
     """Accumulates dQ rows of a tile and head; complete rows go to dq_out (home rows, in the model's dtype) or to
     messages. delta [rows, heads, 2]: lse and delta, float32, which tiles with statistics compute from the home rows of
     out and lse if the layer allows it (`may_use_statistics`); dq float32."""
-    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, rows, valid = tile_rows(tiles, first_tile, lanes, M)
     if lane >= tl.load(tile + 5):
         return
-    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
-    columns = heads + tl.load(tile + 6) + lane * LANE
-    rows = row0 + tl.arange(0, M)
-    valid = rows < row1
+    flags, columns = tl.load(tile + 4), heads + tl.load(tile + 6) + lane * LANE
     q_at = _operand_rows(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
     q = _load(q_at[:, None], valid[:, None], D, DA, DB, True)
     do_at = _operand_rows(tile, columns, 2, do_home, do_work, q_heads, do_columns, M, E)
@@ -462,16 +462,12 @@ def dkdv(
 ):  # fmt: skip
     """Accumulates dK and dV rows of a tile and KV head over all its query heads; complete rows go to dk_out and dv_out
     or to messages. dkv: dk and dv interleaved, float32."""
-    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, rows, valid = tile_rows(tiles, first_tile, lanes, M)
     if lane >= tl.load(tile + 5):
         return
-    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
-    columns = heads + tl.load(tile + 6) + lane * LANE
+    flags, columns = tl.load(tile + 4), heads + tl.load(tile + 6) + lane * LANE
     step = tl.arange(0, M)
-    rows = row0 + step
-    valid = rows < row1
-    column, first = tl.load(columns + 1), (row0 + tl.load(tile + 7)).to(tl.int64)
+    column, first = tl.load(columns + 1), (tl.load(tile) + tl.load(tile + 7)).to(tl.int64)
     k_at, v_at, k_row, v_row = _keys(
         column, (flags & 4) != 0, k_home, v_home, kv_work, kv_heads, kv_columns, D, E
     )

@@ -15,12 +15,12 @@ from apportion.backends.torch.stage.attention import (
     LANE,
     NEG_INF,
     SIZES,
-    TILE,
     _load,
     _merge,
     _operand_rows,
     _statistics,
     merge_weights,
+    tile_rows,
 )
 
 PANEL = tl.constexpr(9)
@@ -105,17 +105,14 @@ def add(
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile's entries, in order, to its rows of a head; overwrites fresh rows."""
-    tile = tiles + tl.program_id(0) // lanes * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, row, valid = tile_rows(tiles, 0, lanes, R)
     if lane >= tl.load(tile + 5):
         return
     slot = tl.load(tile + 7)
     n_heads, width = tl.load(arrays + 2 * slot), tl.load(arrays + 2 * slot + 1)
     bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
     base = _base(slot, bases).to(tl.pointer_type(tl.float32))
-    row = tl.load(tile) + tl.arange(0, R)
-    valid = (row < tl.load(tile + 1))[:, None]
-    fresh = tl.load(tile + 4) & 1
+    valid, fresh = valid[:, None], tl.load(tile + 4) & 1
     ptr = base + ((row.to(tl.int64) * n_heads + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
     for j in range(0, width, C):
         column = j + tl.arange(0, C)[None, :]
@@ -142,12 +139,9 @@ def merge(
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of a tile's entries, in order, into its O rows of a head."""
-    tile = tiles + tl.program_id(0) // lanes * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, row, valid = tile_rows(tiles, 0, lanes, R)
     if lane >= tl.load(tile + 5):
         return
-    row = tl.load(tile) + tl.arange(0, R)
-    valid = row < tl.load(tile + 1)
     work = tl.load(tile + 7) != 0
     index = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
     o_at = tl.where(work, o_work, o_home) + (index * E)[:, None]
@@ -186,13 +180,11 @@ def delta(
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """Computes row statistics of a tile and head. out, lse: home rows. shares: float64 [all delta tiles, q_heads]."""
-    tile = tiles + tl.program_id(0) // lanes * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, row, valid = tile_rows(tiles, 0, lanes, R)
     if lane >= tl.load(tile + 5):
         return
     columns = heads + tl.load(tile + 6) + lane * LANE
-    row, flags = tl.load(tile) + tl.arange(0, R), tl.load(tile + 4)
-    valid = row < tl.load(tile + 1)
+    flags = tl.load(tile + 4)
     do_at = _operand_rows(tile, columns, 1, do_home, do_work, q_heads, do_columns, R, E)
     do = _load(do_at[:, None], valid[:, None], E, EA, EB, True)
     head = tl.load(columns + 2)
@@ -220,12 +212,9 @@ def finish(
     SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """Writes the output rows of a tile and head from the sums `o`, or in place if `o` is `out`; applies any sinks."""
-    tile = tiles + tl.program_id(0) // lanes * TILE
-    lane = tl.program_id(0) % lanes
+    tile, lane, row, valid = tile_rows(tiles, 0, lanes, R)
     if lane >= tl.load(tile + 5):
         return
-    row = tl.load(tile) + tl.arange(0, R)
-    valid = row < tl.load(tile + 1)
     head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
     index = row.to(tl.int64) * q_heads + head
     rows = _load(o + (index * E)[:, None], valid[:, None], E, EA, EB, True)
