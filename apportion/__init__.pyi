@@ -59,9 +59,14 @@ from apportion.trainer.step.attention import (
     planned_attention_block as planned_attention_block,
     planned_latent_attention as planned_latent_attention,
 )
-from apportion.trainer.step.feed import EncoderFeed as EncoderFeed, move_rows as move_rows
 from apportion.trainer.step.gradients import sum_gradients as sum_gradients
 from apportion.trainer.step.loss import normalised_loss as normalised_loss
+from apportion.trainer.step.moves import (
+    EncoderFeed as EncoderFeed,
+    Visible as Visible,
+    gather_visible as gather_visible,
+    move_rows as move_rows,
+)
 from apportion.trainer.step.pingpong import (
     PingPongLayer as PingPongLayer,
     ping_pong as ping_pong,
@@ -72,7 +77,6 @@ from apportion.trainer.step.projection import (
     LatentExpansion as LatentExpansion,
 )
 from apportion.trainer.step.recurrence import planned_conv as planned_conv, planned_scan as planned_scan
-from apportion.trainer.step.visible import Visible as Visible, gather_visible as gather_visible
 from apportion.trainer.ticks import TickPipeline as TickPipeline
 
 __version__: str

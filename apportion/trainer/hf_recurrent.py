@@ -88,8 +88,8 @@ def is_known(mixer: Any) -> bool:
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
     """Makes a known layer (see `is_known`) run under a plan if it gets a handle, and add its `key` to `served`."""
     home = sys.modules[type(mixer).__module__]
-    for name, wrap in {**_SCANS, **_OTHERS}.items():
-        _replace(home, name, wrap)
+    for name, planned in {**_SCANS, **_OTHERS}.items():
+        _replace(home, name, planned)
     if type(mixer).__name__ == _LIGHTNING:
         _replace(type(mixer), "forward", _lightning)
 
@@ -103,80 +103,65 @@ def adapt(mixer: Any, served: set[Any], key: Any) -> None:
     mixer.register_forward_pre_hook(pass_mixing, with_kwargs=True)
 
 
-def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(home: Any, name: str, planned: Callable[..., Any]) -> None:
+    """Makes a function of layers call `planned(mixing, ...)` if a handle's `Mixing` is among its arguments."""
     original = getattr(home, name, None)
-    if original is not None and not hasattr(original, "unplanned"):
-        replacement: Any = wraps(original)(wrap(original))
-        replacement.unplanned = original
-        setattr(home, name, replacement)
+    if original is None or hasattr(original, "unplanned"):
+        return
 
-
-# ---- the functions
-
-
-def _conv(original: Any) -> Any:
-    def replacement(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
-    ) -> Any:
-        mixing = kwargs.get(NAME)
-        if not isinstance(mixing, Mixing):
-            return original(x, weight, bias, activation=activation, **kwargs)
-        out = mixing.conv(x.mT.to(weight.dtype), weight, bias).mT
-        return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
-
-    return replacement
-
-
-def _delta(original: Any) -> Any:
-    def replacement(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-        mixing = kwargs.get(NAME)
-        if not isinstance(mixing, Mixing):
-            return original(q, k, v, **kwargs)
-        if kwargs["use_qk_l2norm_in_kernel"]:
-            q, k = normalised(q), normalised(k)
-        return mixing.scan(q, k, v, kwargs["g"], kwargs["beta"]), None
-
-    return replacement
-
-
-def _mamba2(original: Any) -> Any:
-    def replacement(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
-        mixing = kwargs.get(NAME)
-        if not isinstance(mixing, Mixing):
-            return original(x, dt, A, B, C, **kwargs)
-        dt = dt.to(accumulator_dtype(x.dtype))
-        dt = softplus(dt + kwargs["dt_bias"]).clamp(*kwargs["dt_limit"])
-        out = mixing.scan(C, B, (x * dt[..., None]).to(x.dtype), A * dt, None, 1.0)
-        return out + kwargs["D"][:, None] * x
-
-    return replacement
-
-
-def _unfused(original: Any) -> Any:
+    @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return None if isinstance(kwargs.get(NAME), Mixing) else original(*args, **kwargs)
-
-    return replacement
-
-
-def _lightning(original: Any) -> Any:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         mixing = kwargs.get(NAME)
-        if not isinstance(mixing, Mixing):
-            return original(self, hidden_states, *args, **kwargs)
-        shape = *hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim
-        q, k, v = self.act_fn(self.qkv_proj(hidden_states)).view(shape).split(self.head_dim, -1)
-        decay = -self.slope_rate.flatten().expand(*shape[:3])
-        out = self.norm(mixing.scan(q, k, v, decay, None, 1.0).flatten(2))
-        return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
+        return planned(mixing, *args, **kwargs) if isinstance(mixing, Mixing) else original(*args, **kwargs)
 
-    return forward
+    replacement.unplanned = original  # type: ignore[attr-defined]
+    setattr(home, name, replacement)
+
+
+# ---- the functions under a plan
+
+
+def _conv(
+    mixing: Mixing,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Any:
+    out = mixing.conv(x.mT.to(weight.dtype), weight, bias).mT
+    return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
+
+
+def _delta(mixing: Mixing, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+    if kwargs["use_qk_l2norm_in_kernel"]:
+        q, k = normalised(q), normalised(k)
+    return mixing.scan(q, k, v, kwargs["g"], kwargs["beta"]), None
+
+
+def _mamba2(mixing: Mixing, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
+    dt = dt.to(accumulator_dtype(x.dtype))
+    dt = softplus(dt + kwargs["dt_bias"]).clamp(*kwargs["dt_limit"])
+    out = mixing.scan(C, B, (x * dt[..., None]).to(x.dtype), A * dt, None, 1.0)
+    return out + kwargs["D"][:, None] * x
+
+
+def _lightning(mixing: Mixing, layer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    shape = *hidden_states.shape[:2], layer.num_attention_heads, 3 * layer.head_dim
+    q, k, v = layer.act_fn(layer.qkv_proj(hidden_states)).view(shape).split(layer.head_dim, -1)
+    decay = -layer.slope_rate.flatten().expand(*shape[:3])
+    out = layer.norm(mixing.scan(q, k, v, decay, None, 1.0).flatten(2))
+    return layer.out_proj(layer.output_gate(hidden_states).sigmoid() * out), None
 
 
 _LIGHTNING = "MiniMaxLightningAttention"
-_SCANS = {
+_SCANS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
     "mamba2_chunk_scan": _mamba2,
 }
-_OTHERS = {"causal_conv1d_fn": _conv, "mamba2_split_conv1d_scan_combined": _unfused}
+#: without a fused result, layers call the parts
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,
+}

@@ -17,7 +17,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.model import Model
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
-from apportion.trainer.step.visible import gather_visible
+from apportion.trainer.step.moves import gather_visible
 
 TYPES = ("deepseek_v32", "glm_moe_dsa")  # supported `model_type`s
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the largest position of a call

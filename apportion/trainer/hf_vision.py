@@ -38,8 +38,8 @@ from apportion.trainer.hf_recurrent import NAME
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.media import Media
 from apportion.trainer.loading.rows import MROPE
-from apportion.trainer.step.feed import move_rows
 from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.moves import move_rows
 
 TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # supported `model_type`s
 MEDIA = "apportion_media"  # kwarg: the feed, and the fields of patches

@@ -65,7 +65,7 @@ class Visible:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
-    """Implements `trainer.step.visible.gather_visible`, for several tensors."""
+    """Implements `trainer.step.moves.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
         gathering = handle.built(lambda: Gathering.of(handle, kind), "visible", kind)

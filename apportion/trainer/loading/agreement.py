@@ -55,13 +55,10 @@ class Agreement:
         rows = self.communicator.all_gather(numbers, "states of plans")
         states = [row[0] for row in rows]
         if FAILED in states:
-            error = None if isinstance(result, Fetched) else result
-            texts = self.communicator.gather_texts(quoted(error), "errors of plans")
-            if error is not None and numbers[0] == FAILED:
-                raise error
-            failures = {rank: texts[rank] for rank, state in enumerate(states) if state == FAILED}
-            raise ExecutionError(
-                f"iteration {number}: ranks {[*failures]} have no plan: {by_value(failures)}"
+            failed = [rank for rank, state in enumerate(states) if state == FAILED]
+            error = result if numbers[0] == FAILED and isinstance(result, Exception) else None
+            raise failure(
+                self.communicator, failed, error, f"iteration {number}: ranks {failed} have no plan"
             )
         ids = [bytes(row[1:]).hex() for row in rows]
         if MISSING not in states and len(set(ids)) > 1:
@@ -82,6 +79,23 @@ def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
         return error
 
 
+def failure(
+    transport: Transport, failed: Sequence[int], error: Exception | None, message: str, unit: str = "rank"
+) -> Exception:
+    """This rank's error, or one that quotes those of the failed ranks, or groups; a collective."""
+    texts = transport.gather_texts(quoted(error), f"errors of {unit}s")
+    return error or ExecutionError(f"{message}: {by_value({i: texts[i] for i in failed}, unit)}")
+
+
+def difference(
+    transport: Transport, text: str, about: str, message: str, remedy: str, unit: str = "rank"
+) -> ExecutionError | None:
+    """The error for ranks, or groups, with different texts; None if they are equal. A collective."""
+    texts = transport.gather_texts(text, about)
+    details = by_value(dict(enumerate(texts)), unit)
+    return ExecutionError(f"{message}: {details}. {remedy}") if len({*texts}) > 1 else None
+
+
 def totals(
     replicas: Transport | None,
     place: Sequence[int],
@@ -95,13 +109,11 @@ def totals(
     numbers = [*place, valid, weight, error is not None]
     groups = [numbers] if replicas is None else replicas.gather_floats(numbers, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]
-    if failed and replicas is not None:
-        errors = replicas.gather_texts(quoted(error), "errors of groups")
-    if error is not None:
+    if error is not None and replicas is None:
         raise error
-    if failed:
-        details = by_value({group: errors[group] for group in failed}, "group")
-        raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {details}")
+    if failed and replicas is not None:
+        message = f"iteration {place[1]}: groups {failed} failed"
+        raise failure(replicas, failed, error, message, "group")
     if any(row[:3] != [*place] for row in groups):
         positions = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
         message = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"

@@ -53,16 +53,25 @@ class Fetched(NamedTuple):
     handles: tuple[PlanHandle, ...] | None = None
 
 
-class Lookahead:
-    """Threads that work ahead of the trainer, iteration by iteration, on their own source. They end with `close`,
-    whatever they wait for, or when the interpreter exits: an iterator that is still referenced does not keep the
-    process alive. current: the iteration that the trainer requests; over: whether it will request no more; late: the
-    latest reason for a missing plan."""
+#: prepares a fetched plan for the trainer
+Prepare = Callable[[IterationSlice], Fetched]
 
-    def __init__(self, source: Source, iterations: Iterations) -> None:
-        self.source, self._iterations = source, iterations
-        self.changed, self.current, self.over = Condition(), iterations.start, False
-        self.late = deque(NO_ANSWER, 1)
+
+class Lookahead:
+    """Threads that work ahead of the trainer, iteration by iteration, on their own source: `submit` requests plans,
+    `fetch` fetches those that the trainer will `take`. They end with `close`, whatever they wait for, or when the
+    interpreter exits: an iterator that is still referenced does not keep the process alive. rank, timeout_s: the
+    loader's; prepare: prepares a fetched plan for the trainer. current: the iteration that the trainer requests; over:
+    whether it will request no more; late: the latest reason for a missing plan."""
+
+    def __init__(
+        self, source: Source, iterations: Iterations, rank: int, timeout_s: float, prepare: Prepare
+    ) -> None:
+        self._source, self._iterations, self._rank, self._timeout_s = source, iterations, rank, timeout_s
+        self._prepare, self._fetched = prepare, dict[int, Fetched]()
+        self._changed, self.current, self._over = Condition(), iterations.start, False
+        self._late = deque(NO_ANSWER, 1)
+        self._is_late = False  # the trainer timed out, and no plan has arrived since
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
         atexit.register(self.close)
@@ -84,49 +93,76 @@ class Lookahead:
                 each(iteration)
                 number += 1
         except Exception as error:
-            with self.changed:  # raised when the trainer requests this iteration
+            with self._changed:  # raised when the trainer requests this iteration
                 if self._failed is None or number < self._failed[0]:
                     self._failed = number, error
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def _wait_for(self, number: int) -> bool:
         """Waits until the trainer requests this iteration; False if the pass is over."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.over or number <= self.current)
-            return not self.over
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or number <= self.current)
+            return not self._over
 
     def submit(self, iteration: Iteration) -> None:
         """Retries until the source accepts the request, or the trainer no longer needs it."""
         while self.needs(iteration.number):
             try:
-                self.source.submit(iteration.key, iteration.request, max(0, iteration.number - self.current))
+                self._source.submit(iteration.key, iteration.request, max(0, iteration.number - self.current))
                 break
             except TimeoutError as error:
-                self.late.append(str(error))
+                self._late.append(str(error))
+
+    def fetch(self, iteration: Iteration) -> None:
+        """Fetches the rank's plan, unless the trainer no longer needs it."""
+        number = iteration.number
+        is_needed, next_keys = partial(self.needs, number), partial(self._iterations.keys_after, number)
+        piece = fetch(self._source, iteration, self._rank, self._timeout_s, is_needed, self._late, next_keys)
+        fetched = None if piece is None else self._prepare(piece)
+        with self._changed:
+            self._is_late &= fetched is None
+            if fetched is not None:
+                self._fetched[number] = fetched
+            self._fetched = {i: taken for i, taken in self._fetched.items() if i >= self.current}
+            self._changed.notify_all()
+
+    def take(self, number: int) -> Fetched:
+        """Returns the trainer's next plan. Raises TimeoutError after the loader's timeout, and errors of the threads.
+        After one timeout it waits only briefly for later iterations, until the thread has received a plan again."""
+        patience_s = min(RETRY_WAIT_S, self._timeout_s / 4) if self._is_late else self._timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._fetched or self.failed(number), patience_s)
+            error, fetched = self.failed(number), self._fetched.pop(number, None)
+            self._is_late |= fetched is None
+        if error is not None:
+            raise error
+        if fetched is None:
+            raise TimeoutError(self._late[-1])
+        return fetched
 
     def needs(self, number: int) -> bool:
         """True if the trainer may still request this iteration."""
-        with self.changed:
-            return not self.over and number >= self.current
+        with self._changed:
+            return not self._over and number >= self.current
 
     def reach(self, number: int) -> None:
         """Records that the trainer now requests this iteration."""
-        with self.changed:
+        with self._changed:
             self.current = number
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def failed(self, number: int) -> Exception | None:
         """The error that keeps the trainer from this iteration, or None."""
-        with self.changed:
+        with self._changed:
             return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
 
     def close(self) -> None:
         """Ends the threads; idempotent."""
         atexit.unregister(self.close)
-        with self.changed:
-            self.over = True
-            self.changed.notify_all()
-        self.source.close()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._source.close()
         for thread in self._threads:
             thread.join(CLOSE_WAIT_S)
 
@@ -151,57 +187,6 @@ def fetch(
         except TimeoutError as error:
             late.append(str(error))
     return None
-
-
-class PlanFetcher:
-    """The plans of a pass, fetched in a thread, at most `DEPTH` ahead of the trainer. prepare: prepares a fetched plan
-    for the trainer."""
-
-    def __init__(
-        self,
-        ahead: Lookahead,
-        iterations: Iterations,
-        timeout_s: float,
-        rank: int,
-        prepare: Callable[[IterationSlice], Fetched] = Fetched,
-    ) -> None:
-        self._ahead, self._iterations, self._timeout_s, self._rank = ahead, iterations, timeout_s, rank
-        self._prepare, self._fetched = prepare, dict[int, Fetched]()
-        self._is_late = False  # the trainer timed out, and no plan has arrived since
-        ahead.run(self._fetch, DEPTH)
-
-    def take(self, number: int) -> Fetched:
-        """Returns the trainer's next plan. Raises TimeoutError after the loader's timeout, and errors of the threads.
-        After one timeout it waits only briefly for later iterations, until the thread has received a plan again."""
-        ahead, patience_s = self._ahead, self._timeout_s
-        with ahead.changed:
-            if self._is_late:
-                patience_s = min(RETRY_WAIT_S, patience_s / 4)
-            ahead.changed.wait_for(lambda: self._is_settled(number), patience_s)
-            error, fetched = ahead.failed(number), self._fetched.pop(number, None)
-            self._is_late |= fetched is None
-        if error is not None:
-            raise error
-        if fetched is None:
-            raise TimeoutError(ahead.late[-1])
-        return fetched
-
-    def _is_settled(self, number: int) -> bool:
-        return number in self._fetched or self._ahead.failed(number) is not None
-
-    def _fetch(self, iteration: Iteration) -> None:
-        """Fetches an iteration, in a thread."""
-        ahead, number = self._ahead, iteration.number
-        is_needed, next_keys = partial(ahead.needs, number), partial(self._iterations.keys_after, number)
-        piece = fetch(ahead.source, iteration, self._rank, self._timeout_s, is_needed, ahead.late, next_keys)
-        fetched = None if piece is None else self._prepare(piece)
-        with ahead.changed:
-            self._is_late &= fetched is None
-            for old in [old for old in self._fetched if old < ahead.current]:
-                del self._fetched[old]
-            if fetched is not None and number >= ahead.current:
-                self._fetched[number] = fetched
-            ahead.changed.notify_all()
 
 
 # ---- in torch's data-loader processes
@@ -243,15 +228,12 @@ class Share(IterableDataset[Parcel]):
                 late, until_s = deque(NO_ANSWER, 1), time.monotonic() + self.timeout_s
                 is_needed = partial(_is_before, until_s)
                 piece = fetch(source, iteration, self.rank, self.timeout_s, is_needed, late)
-                yield self._parcel(iteration, piece, late[-1])
+                data, rows = torch.empty(0, dtype=torch.uint8), tuple[Rows, ...]()
+                if piece is not None:
+                    data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
+                    rows = tuple(rows_of(self.dataset, iteration, piece, self.form))
+                yield Parcel(data, rows, late[-1], iteration.describe())
                 number += step
-
-    def _parcel(self, iteration: Iteration, piece: IterationSlice | None, reason: str) -> Parcel:
-        if piece is None:
-            return Parcel(torch.empty(0, dtype=torch.uint8), (), reason, iteration.describe())
-        data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
-        rows = tuple(rows_of(self.dataset, iteration, piece, self.form))
-        return Parcel(data, rows, "", iteration.describe())
 
 
 class WorkerPrefetcher:
@@ -268,17 +250,12 @@ class WorkerPrefetcher:
         if self._parcels is None:
             raise ExecutionError("the pass is over")
         parcel = next(self._parcels)
-        error = self._ahead.failed(number)
-        if error is not None:
+        if (error := self._ahead.failed(number)) is not None:
             raise error
         iteration = self._iterations.at(number)
         if iteration is not None and parcel.drawn != (drawn := iteration.describe()):
-            message = (
-                f"iteration {number}: a data-loader process draws {parcel.drawn}; its rank draws {drawn}"
-            )
-            remedy = (
-                "pass a sampler that draws from a generator of its own, seeded in every iteration over it"
-            )
+            message = f"iteration {number}: a data-loader process draws {parcel.drawn}; its rank {drawn}"
+            remedy = "pass a sampler that draws from its own generator, seeded in every iteration over it"
             raise ExecutionError(f"{message}. Remedy: {remedy}, or workers=0")
         if not len(parcel.data):
             raise TimeoutError(parcel.reason)
@@ -301,4 +278,4 @@ def _identity(parcel: Any) -> Any:
     return parcel
 
 
-Supply = PlanFetcher | WorkerPrefetcher
+Supply = Lookahead | WorkerPrefetcher

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch.nn.functional import pad
 
-from apportion.backends.torch.calls import by_value, quoted
+from apportion.backends.torch.calls import by_value
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.feed import EncoderFeed
@@ -44,10 +44,10 @@ from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
-from apportion.trainer.loading.agreement import Agreement, totals
+from apportion.trainer.loading.agreement import Agreement, difference, failure, totals
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.iterations import BatchBuilder, Draw, Iteration, Iterations, Place
-from apportion.trainer.loading.media import Media, MediaOrder, MediaRows
+from apportion.trainer.loading.media import Media, MediaOrder
 from apportion.trainer.loading.metrics import NO_ROWS, Facts, Meters, differing_sample
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
@@ -228,24 +228,17 @@ class PlannedLoader:
     def _add_encoder(self, media: Media, cluster: Cluster, options: LoaderOptions) -> None:
         """Creates the encoder's loader, whose microbatches follow this loader's. Raises ConfigError."""
         self._media = MediaOrder(instance("media", media, Media), self._builder)
-        self._check_media()
-        options |= {"recipe": media.recipe, "hardware": media.hardware, "rows_multiple": 1}
-        options |= {"lengths": media.lengths, "masks": media.masks, "sampler": self._media}
-        options |= {
-            "communicator": self._communicator,
-            "lookahead": options["lookahead"] * self.job.microbatches,
-        }
-        tokens_per_rank = MAX_TOKENS // cluster.ranks
-        self._encoder = PlannedLoader(MediaRows(media), cluster, media.model, tokens_per_rank, **options)
-        self._encoder._leads = False
-
-    def _check_media(self) -> None:
-        """Raises ConfigError if the encoder's microbatches cannot match the decoder's."""
         rule, remedy = "the media of each microbatch must be known in advance", "leave it out, or the media"
         refused = {"recipe.pack": self.job.packs, "ticks": self._builder.table is not None}
         refused["sampler"] = isinstance(self._sampler, Iterator)
         for name in filter(refused.__getitem__, refused):
             raise ConfigError(name, "with media", rule, remedy)
+        options |= {"recipe": media.recipe, "hardware": media.hardware, "rows_multiple": 1}
+        options |= {"sampler": self._media, "communicator": self._communicator}
+        options["lookahead"] *= self.job.microbatches
+        tokens_per_rank = MAX_TOKENS // cluster.ranks
+        self._encoder = PlannedLoader(media, cluster, media.model, tokens_per_rank, **options)
+        self._encoder._leads = False
 
     def __getitem__(self, index: Any) -> Any:
         """Raises ConfigError: a trainer that treats a loader as a dataset would collate and shard its batches."""
@@ -299,11 +292,11 @@ class PlannedLoader:
         self._left = (*self._left[-2:], start)
         self._meters.begin()
         self._check_place()
-        self._check_orders()
         if self._leads:
             wiring.watch.begin(self)
         iterations = Iterations(self._builder, self._draw(), start.iteration)
-        with closing(fetching.Lookahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
+        pieces = copy(self._source), iterations, self._rank, self._timeout_s, self._prepare
+        with closing(fetching.Lookahead(*pieces)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             encoded: Iterator[PlannedBatch] = iter(())
             if self._encoder is not None:
@@ -361,45 +354,39 @@ class PlannedLoader:
     def _supply(self, stack: ExitStack, ahead: fetching.Lookahead, iterations: Iterations) -> fetching.Supply:
         """The supply of a pass's plans, open until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
-        supply: fetching.Supply | None = None
+        supply: fetching.Supply = ahead
         if self._workers:  # first: a sampler's generator is copied before the submitting thread draws from it
             pieces = self.dataset, self._source, self._builder, self._draw(), ahead.current, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
             prefetcher = fetching.WorkerPrefetcher(share, self._workers, ahead, iterations)
             supply = stack.enter_context(closing(prefetcher))
-        if submits:
-            ahead.run(ahead.submit, self._lookahead)
-        if supply is not None:
-            return supply
-        if not submits:  # draws ahead, so that the source gets the next keys too
-            ahead.run(lambda iteration: None, self._lookahead)
-        return fetching.PlanFetcher(ahead, iterations, self._timeout_s, self._rank, self._prepare)
+        # without `submit` it draws ahead, so that the source gets the next keys too
+        if submits or not self._workers:
+            ahead.run(ahead.submit if submits else lambda iteration: None, self._lookahead)
+        if not self._workers:
+            ahead.run(ahead.fetch, fetching.DEPTH)
+        return supply
 
     def _check_place(self) -> None:
-        """Raises ExecutionError if ranks begin different passes. A collective."""
+        """Raises ExecutionError if ranks begin different passes, or groups of ranks draw from different orders of
+        samples. A collective."""
         self._passes += 1
         epoch, start, microbatch = self._begin
         text = f"pass {self._passes} of epoch {epoch}, from iteration {start}, microbatch {microbatch}"
         text += f", with shifted={sorted(self._form.shifted)}"
-        texts = self._communicator.gather_texts(text, "passes")
-        if len({*texts}) > 1:
-            remedy = "Give all ranks the same options, and iterate over the loader equally often on each"
-            raise ExecutionError(
-                f"ranks begin different passes: {by_value(dict(enumerate(texts)))}. {remedy}"
-            )
+        remedy = "Give all ranks the same options, and iterate over the loader equally often on each"
+        error = difference(self._communicator, text, "passes", "ranks begin different passes", remedy)
+        if error is None and self._replicas is not None and (order := self._sampling) is not None:
+            error = self._orders_error(self._replicas, order)
+        if error is not None:
+            raise error
 
-    def _check_orders(self) -> None:
-        """Raises ExecutionError if groups of ranks draw from different orders of samples. A collective."""
-        order = self._sampling
-        if self._replicas is None or order is None:
-            return
+    def _orders_error(self, replicas: Transport, order: Sampling) -> ExecutionError | None:
         lengths = f"{len(self._builder.lengths)} samples, lengths {self._facts['lengths'][:8]}"
         text = f"{lengths}, seed {order.seed}, shuffle {order.shuffle}, {order.microbatches} of {order.tokens} tokens"
-        orders = self._replicas.gather_texts(text, "orders of groups")
-        if len({*orders}) > 1:
-            details = by_value(dict(enumerate(orders)), "group")
-            remedy = "Give all groups the same samples and seed: iterations of one order are dealt to them"
-            raise ExecutionError(f"groups draw from different orders of samples: {details}. {remedy}")
+        message = "groups draw from different orders of samples"
+        remedy = "Give all groups the same samples and seed: iterations of one order are dealt to them"
+        return difference(replicas, text, "orders of groups", message, remedy, "group")
 
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
@@ -419,13 +406,18 @@ class PlannedLoader:
                 raise iteration
             return supply.take(number)
 
+        def plan() -> fetching.Fetched:
+            from apportion.planner.iteration.jobs import plan_job
+
+            assert isinstance(iteration, Iteration)
+            return fetching.Fetched(plan_job(self.job, iteration.batches).slice_for(self._rank))
+
         try:
-            fetched = self._agreement.take(number, take, partial(self._plan_locally, iteration))
+            fetched = self._agreement.take(number, take, plan)
         except Exception as error:
             if isinstance(error, TimeoutError):
-                message = (
-                    f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error})"
-                )
+                label = f"iteration {number}, rank {self._rank}"
+                message = f"{label}: no plan within {self._timeout_s:g} s ({error})"
                 remedy = "give it more time, or the service more workers or look-ahead"
                 error = fetching.PlanTimeoutError(f"{message}; {remedy}")
             totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
@@ -433,12 +425,6 @@ class PlannedLoader:
             self._meters.waited_s += time.monotonic() - begun_s
         assert isinstance(iteration, Iteration)
         return iteration, fetched
-
-    def _plan_locally(self, iteration: Iteration | Exception) -> fetching.Fetched:
-        from apportion.planner.iteration.jobs import plan_job
-
-        assert isinstance(iteration, Iteration)
-        return fetching.Fetched(plan_job(self.job, iteration.batches).slice_for(self._rank))
 
     def _prepare(self, piece: IterationSlice) -> fetching.Fetched:
         """Adds handles: loads programs on the device, in the fetching thread, ahead of the trainer."""
@@ -454,7 +440,7 @@ class PlannedLoader:
         self, iteration: Iteration, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
     ) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._prepare(fetched.piece).handles or ()
-        rows, valid, weight = self._agree_rows(iteration, handles, self._read(iteration, fetched))
+        rows, valid, weight = self._agree_rows(iteration, handles, fetched)
         parts = iteration.parts(fetched.piece.indexes)
         common: dict[str, Any] = {"iteration": iteration.number, "_replicas": self._replicas}
         common |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
@@ -489,67 +475,55 @@ class PlannedLoader:
         positions = self._media.places(batch, samples)
         return {"media": media, "feed": EncoderFeed(media.handle, handle, positions, self._media.media.merge)}
 
-    def _read(self, iteration: Iteration, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
-        """The rows, or the error, which is reported to the other ranks before it is raised."""
-        try:
-            return fetched.rows or tuple(rows_of(self.dataset, iteration, fetched.piece, self._form))
-        except Exception as error:
-            return error
-
     def _agree_rows(
-        self, iteration: Iteration, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
+        self, iteration: Iteration, handles: Sequence[PlanHandle], fetched: fetching.Fetched
     ) -> tuple[tuple[Rows, ...], int, float]:
         """The rows, and the iteration's number of labels and their weight over all ranks and groups. A collective, also
-        where it raises: this rank's error if `rows` is one, else ExecutionError if ranks hold different plans, another
-        rank has no rows or different fields, samples or tokens, or groups are out of step."""
-        facts = NO_ROWS
-        if not isinstance(rows, Exception):
+        where it raises: this rank's error if it cannot read them, else ExecutionError if ranks hold different plans,
+        another rank has no rows or different fields, samples or tokens, or groups are out of step."""
+        rows, facts, error = tuple[Rows, ...](), NO_ROWS, None
+        try:
+            rows = fetched.rows or tuple(rows_of(self.dataset, iteration, fetched.piece, self._form))
             facts = Facts.of(rows, iteration.samples)
+        except Exception as unread:  # reported to the other ranks before it is raised
+            error = unread
         try:
             gathered = agree(handles, facts.numbers(), partial(_describe_microbatches, iteration, handles))
             ranks = [Facts.read(numbers) for numbers in gathered]
-            error = self._any_rank_error(iteration, rows, ranks)
+            error = self._any_rank_error(iteration, rows, error, ranks)
         except ExecutionError as mismatch:
             ranks, error = [], mismatch
         valid = sum(rank_facts.label_count for rank_facts in ranks) // self._repeats
         weight = sum(rank_facts.weight for rank_facts in ranks) / self._repeats
         position = self._place.epoch, iteration.number, len(handles)
         sums = totals(self._replicas, position, valid, weight, error)
-        assert not isinstance(rows, Exception)
         self._meters.iterations += 1
         return rows, *sums
 
     def _any_rank_error(
-        self, iteration: Iteration, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
+        self, iteration: Iteration, rows: Sequence[Rows], error: Exception | None, ranks: Sequence[Facts]
     ) -> Exception | None:
         """The error of this or another rank, or None; a collective if there is an error."""
-        number = iteration.number
-        failures = [rank for rank, facts in enumerate(ranks) if facts == NO_ROWS]
-        if not failures and len({facts.form for facts in ranks}) == 1:
-            return self._sample_mismatch(iteration, ranks)
-        description = quoted(rows) if isinstance(rows, Exception) else _fields(rows)
-        texts = self._communicator.gather_texts(description, "errors of samples")
-        if isinstance(rows, Exception):
-            return rows
-        if failures:
-            errors = by_value({rank: texts[rank] for rank in failures})
-            return ExecutionError(f"iteration {number}: ranks {failures} have no rows: {errors}")
-        details, remedy = by_value(dict(enumerate(texts))), "Give all samples equal fields, dtypes and widths"
-        return ExecutionError(f"iteration {number}: samples have different fields: {details}. {remedy}")
-
-    def _sample_mismatch(self, iteration: Iteration, ranks: Sequence[Facts]) -> ExecutionError | None:
-        """The error if ranks have different samples; their plans may be equal, since plans depend only on lengths."""
-        if len({facts.drawn for facts in ranks}) > 1:
-            descriptions = self._communicator.gather_texts(iteration.describe(), "samples")
-            texts = by_value(dict(enumerate(descriptions)))
-            remedy = "Give all ranks the same seed, or samplers with the same order"
-            return ExecutionError(
-                f"iteration {iteration.number}: ranks draw different samples: {texts}. {remedy}"
+        failed = [rank for rank, facts in enumerate(ranks) if facts == NO_ROWS]
+        label, transport = f"iteration {iteration.number}", self._communicator
+        if failed:
+            return failure(transport, failed, error, f"{label}: ranks {failed} have no rows")
+        if len({facts.form for facts in ranks}) > 1:
+            text = " and ".join(dict.fromkeys(row.form for row in rows))
+            message, remedy = (
+                f"{label}: samples have different fields",
+                "Give all samples equal fields, dtypes and widths",
             )
+            return difference(transport, text, "fields", message, remedy)
+        if len({facts.drawn for facts in ranks}) > 1:
+            message = f"{label}: ranks draw different samples"
+            remedy = "Give all ranks the same seed, or samplers with the same order"
+            return difference(transport, iteration.describe(), "samples", message, remedy)
         if (mismatch := differing_sample(ranks)) is not None:
+            # plans depend only on lengths, so they may be equal
             message = f"ranks read different tokens, labels or fields of sample {mismatch[0]}: {by_value(mismatch[1])}"
             remedy = "Give all ranks the same dataset, and seed random changes by the number of the sample"
-            return ExecutionError(f"iteration {iteration.number}: {message}. {remedy}")
+            return ExecutionError(f"{label}: {message}. {remedy}")
         return None
 
 
@@ -560,10 +534,6 @@ def _default_recipe(ticks: TickTable | None) -> str | Recipe:
     from apportion.planner.iteration.ticks import RECIPE
 
     return RECIPE
-
-
-def _fields(rows: Sequence[Rows]) -> str:
-    return " and ".join(dict.fromkeys(row.form for row in rows))
 
 
 def _describe_microbatches(iteration: Iteration, handles: Sequence[PlanHandle]) -> str:

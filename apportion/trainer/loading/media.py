@@ -32,7 +32,7 @@ from apportion.trainer.step.microbatch import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
-class Media:
+class Media(Dataset):
     """Inputs of an encoder in front of the model: images, videos, sound; the loader plans them too.
 
     dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
@@ -58,8 +58,10 @@ class Media:
         merge, lengths = integer("media.merge", self.merge), arguments.lengths_of(self.dataset, self.lengths)
         places = np.asarray(self.places)
         if places.shape != (len(lengths), 2):
-            rule = f"must be [{len(lengths)}, 2]"
-            remedy = "pass the sample and the first token of each medium"
+            rule, remedy = (
+                f"must be [{len(lengths)}, 2]",
+                "pass the sample and the first token of each medium",
+            )
             raise ConfigError("media.places.shape", places.shape, rule, remedy)
         if (odd := np.flatnonzero(lengths % merge)).size:
             rule = f"must be a multiple of merge = {merge}"
@@ -69,6 +71,14 @@ class Media:
         masks = full() if masks is None else masks
         for name, value in (("lengths", lengths), ("places", places), ("masks", masks)):
             object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(np.asarray(self.lengths))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A medium as a sample of the encoder's loader: rows are tokens without labels."""
+        rows = int(np.asarray(self.lengths)[index])
+        return {TOKENS: np.zeros(rows, np.int64), LABELS: np.full(rows, IGNORED), **self.dataset[index]}
 
 
 @dataclass
@@ -94,12 +104,8 @@ class MediaOrder:
             first = int(overflow[0])
             rule = f"covers tokens up to {token[first] + count[first]}, but the limit is {limit[first]}"
             remedy = "give each medium one token of its sample for each `merge` rows"
-            raise ConfigError(
-                f"media.places[{self._order[first]}]",
-                [*map(int, (sample[first], token[first]))],
-                rule,
-                remedy,
-            )
+            place = [int(sample[first]), int(token[first])]
+            raise ConfigError(f"media.places[{self._order[first]}]", place, rule, remedy)
         self._first = np.searchsorted(sample, np.arange(len(lengths) + 1))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -132,17 +138,3 @@ class MediaOrder:
             rule = f"must name each of its {tokens} tokens once"
             raise ConfigError(f"media.orders[{medium}]", order.tolist()[:8], rule, "give a permutation")
         return order
-
-
-@dataclass
-class MediaRows(Dataset):
-    """Media as samples of the encoder's loader: rows are tokens without labels."""
-
-    media: Media
-
-    def __len__(self) -> int:
-        return len(np.asarray(self.media.lengths))
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        rows = int(np.asarray(self.media.lengths)[index])
-        return {TOKENS: np.zeros(rows, np.int64), LABELS: np.full(rows, IGNORED), **self.media.dataset[index]}

@@ -1,4 +1,4 @@
-"""Gather of visible rows for a layer's own attention kernel."""
+"""Rows that layers of their own move: `gather_visible` for an attention kernel, `move_rows` for an encoder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from apportion.backends.torch.feed import EncoderFeed as EncoderFeed
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.visible import Visible as Visible, gather
 from apportion.ir.errors import ExecutionError
@@ -34,3 +35,20 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     wiring.watch.record_attention(handle)
     result: Visible = gather(handle, handle.kind(kind), tensors)
     return replace(result, rows=result.rows[0]) if isinstance(x, Tensor) else result
+
+
+def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
+    """Moves the encoder's rows to the tokens of this rank that stand for them, in the order of `feed.rows`; every rank
+    calls it, including ranks without images.
+
+    x [rows, ...]: this rank's rows of the encoder, in its plan's home layout, with padding. Returns [n * merge, ...]:
+    the `merge` rows of each of the n tokens in order, ready to be merged. Differentiable in x once:
+    gradients return to the ranks of the encoder's rows. On every rank the loss must depend on the result. Raises
+    ConfigError, and ExecutionError for a different number of rows and if ranks make different calls.
+    """
+    wiring.watch.require_all_rows("move_rows")
+    instance("feed", feed, EncoderFeed, "pass batch.feed")
+    if len(x) != feed.encoder.padded_rows:
+        raise ExecutionError(f"this rank holds {feed.encoder.padded_rows} rows of the encoder, got {len(x)}")
+    feed.decoder.fed = True
+    return feed.exchange(x)
