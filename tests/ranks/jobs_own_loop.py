@@ -194,6 +194,8 @@ def train(
     if net == "head alone":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
+    if net == "frozen":
+        model.table.requires_grad_(False)
     if net == "hooked":
         model.head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     wrapped = _wrapped(model, comm, net, reduces)
@@ -210,7 +212,7 @@ def train(
     data = Weighted(False, "loss_weights") if loss == "own, unweighted" else data
     if loss.endswith("shifted"):
         options["shifted"] = ("labels", "worth")
-    trained_params = [one for one in model.parameters() if one.requires_grad]
+    trained_params = [one for one in model.parameters() if one.requires_grad or net == "frozen"]
     if net == "master copies":
         trained_params = [nn.Parameter(one.detach().clone()) for one in trained_params]
     optimizer = torch.optim.SGD(trained_params, lr=0.1)
@@ -223,6 +225,8 @@ def train(
     }  # equal rows on its ranks
     for _ in range(2):
         for b in PlannedLoader(data, **options, communicator=plan_comm, **order):
+            if net == "reduced early":
+                wrapped.set_requires_gradient_sync(not b.is_last)
             if net == "compiled step":
                 torch.compile(_share, backend="eager", dynamic=True)(wrapped, b).backward()
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -59,6 +59,18 @@ def shards_of(whole: Container[Any]) -> Iterator[Any]:
     """FSDP2's shards of the parameters whose unsharded tensor is in `whole`."""
     forms = (form for _, forms in _parameter_groups() for form in forms)
     return (shard for param, shard in forms if param is not None and param in whole)
+
+
+def holds_unreduced(shards: Iterable[Any]) -> bool:
+    """True if FSDP2 holds gradients of these shards that no backward has reduced."""
+    ids = {*map(id, shards)}
+    params = (param for group, _ in _parameter_groups() for param in group.fsdp_params)
+    held = (param for param in params if id(param.sharded_param) in ids)
+    return any(
+        param.unsharded_accumulated_grad is not None
+        or getattr(vars(param).get("_unsharded_param"), "grad", None) is not None
+        for param in held
+    )
 
 
 def averaging_error(reduction: Reduction) -> ConfigError:

@@ -24,7 +24,7 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
-from apportion.trainer.step.reduction import SUMS, averaging_error, reduction_of, shards_of
+from apportion.trainer.step.reduction import SUMS, averaging_error, holds_unreduced, reduction_of, shards_of
 from apportion.trainer.step.terms import is_known, running_loss_scale
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
@@ -209,6 +209,11 @@ class Watch:
         has_calls = any(batch.handle.calls and not batch._staged for batch in self.batches)
         if has_calls and self.trial is not None and not self.owners:  # a compiled step, or ping-pong layers
             self.add_unknown(_parameters(optimizer))
+        if has_calls and holds_unreduced(_parameters(optimizer)):
+            rule = (
+                "FSDP2 has not reduced the gradients of the latest microbatch, which the step would leave out"
+            )
+            raise ExecutionError(f"{rule}: call model.set_requires_gradient_sync(batch.is_last)")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := running_loss_scale()) != 1:
             for check, scale in checks:
@@ -250,7 +255,7 @@ class Watch:
             while self._sample_hooks:
                 self._sample_hooks.pop().remove()
             if steps & (steps + 1) == 0:  # the next step is compared
-                shards: list[Any] = [param for param in owned if isinstance(param, DTensor)]
+                shards: list[Any] = [one for one in owned if isinstance(one, DTensor) and one.requires_grad]
                 self._sample_hooks = [
                     param.register_post_accumulate_grad_hook(self._record) for param in shards
                 ]
