@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, name as name_of
+from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import refuse_gradients
 from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 
@@ -63,7 +64,14 @@ class _Tiled:
 
 def offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Runs `layer(*inputs)`, and again in backward; its input tensors are kept in host memory, pinned if there is a
-    GPU. At least one of them must require a gradient; the layer's activations are not kept."""
+    GPU. The layer's activations are not kept. Its parameters get gradients also if no input requires one, as behind
+    frozen embeddings."""
+    if torch.is_grad_enabled() and not any(isinstance(one, Tensor) and one.requires_grad for one in inputs):
+        floats = (isinstance(one, Tensor) and one.is_floating_point() for one in inputs)
+        inputs = tuple(
+            one.detach().requires_grad_() if is_float else one
+            for one, is_float in zip(inputs, floats, strict=True)
+        )
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(layer, *inputs, use_reentrant=True)
 
@@ -80,8 +88,8 @@ def tiled_loss(
     """`normalised_loss` of the logits `hidden @ head.T`, computed for `tokens` rows at a time: forward also computes
     the gradients, accumulating the head's in float32.
 
-    hidden [rows, E], head [vocabulary, E], the whole matrix: under FSDP2 call it inside the module that gathers it.
-    Other arguments and errors: see `normalised_loss`. Differentiable once.
+    hidden [rows, E], head [vocabulary, E], the whole matrix, of a layer without a bias: under FSDP2 call it inside the
+    module that gathers it. Other arguments and errors: see `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
     refuse_gradients("use normalised_loss", weights=weights)
@@ -91,6 +99,8 @@ def tiled_loss(
         rule, shapes = "must be [rows, E] and [vocabulary, E]", (tuple(hidden.shape), tuple(head.shape))
         raise ConfigError("hidden and head", shapes, rule, "pass this rank's rows, and the head's weight")
     batch, labels, weights = checked_labels(hidden, labels, valid_tokens, weights)
+    if not wiring.watch.settled:
+        wiring.watch.heads[head] = None
     total: Tensor = _TiledLoss.apply(hidden, head, labels, weights, tokens)  # type: ignore[no-untyped-call]
     return share_of(total, batch, valid_tokens, averaged_over)
 

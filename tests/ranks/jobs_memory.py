@@ -57,3 +57,15 @@ def trained(
     for tensor in (total, *gradients.values()):
         dist.all_reduce(tensor, group=comm._groups[0])
     return total.item(), gradients
+
+
+def biased(comm: Communicator, arguments: dict[str, Any]) -> None:
+    """A step with a tiled loss of a head with a bias."""
+    torch.manual_seed(0)
+    table, block, head = nn.Embedding(800, WIDTH), Block(), nn.Linear(WIDTH, 800)
+    model = nn.ModuleList([table, block, head])
+    batch = next(iter(PlannedLoader(Recorded(), **arguments, communicator=comm)))
+    hidden = block(table(batch.tokens), batch.handle)
+    ap.memory.tiled_loss(hidden, head.weight, batch.labels, batch.valid_tokens).backward()
+    ap.sum_gradients(model, comm._base)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -88,6 +88,22 @@ def test_a_tiled_module_saves_only_its_input() -> None:
     assert kept[1] <= 40 * 8 * 4
 
 
+def test_a_layer_behind_frozen_embeddings_gets_gradients() -> None:
+    layer, other, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(3, 4)
+    ap.memory.offloaded(layer, x).sum().backward()
+    other.load_state_dict(layer.state_dict())
+    other(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+    assert x.grad is None
+
+
+def test_a_tiled_loss_without_the_heads_bias_is_refused(pool: Pool) -> None:
+    for error in pool.errors(jobs_memory.biased, 2, planning(job(2, 64))):
+        assert (
+            "tiled_loss multiplies hidden states by the head's weight only, but the head has a bias" in error
+        )
+
+
 def test_modules_that_cannot_be_tiled_are_refused_by_name() -> None:
     model = nn.ModuleDict({"mlp": nn.Flatten(0), "gate": nn.Identity()})
     with pytest.raises(ConfigError, match=r"name = 'mlpp'.*name one of gate, mlp"):

@@ -79,6 +79,7 @@ class Watch:
         self._unmarked = WeakSet[Any]()  # plans with a backward of a loss that has no known term
         self.ranks = 1  # ranks over whose tokens means are taken: a plan's, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
+        self.heads: Any = WeakIdKeyDictionary()  # weights of tiled losses since the last step
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -204,8 +205,14 @@ class Watch:
                 text = "a batch has media, but the model that ran under its plan did not get them"
                 remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
                 raise ExecutionError(f"{text}: {remedy}")
+        heads = {*map(id, (*self.heads, *shards_of(self.heads)))} if self.heads else {*()}
+        self.heads.clear()
         for module in self.modules:
             self.track(module.parameters())  # a functional call has replaced them during forward
+            for part in module.modules() if heads else ():
+                if id(getattr(part, "weight", None)) in heads and getattr(part, "bias", None) is not None:
+                    rule = "multiplies hidden states by the head's weight only, but the head has a bias"
+                    raise ExecutionError(f"tiled_loss {rule}: make it without one, or use normalised_loss")
         has_calls = any(batch.handle.calls and not batch._staged for batch in self.batches)
         if has_calls and self.trial is not None and not self.owners:  # a compiled step, or ping-pong layers
             self.add_unknown(_parameters(optimizer))
