@@ -105,13 +105,15 @@ def equally_long(comm: Communicator, arguments: dict[str, Any], difference: str)
         options["sampler"] = [[comm.rank, comm.rank + 1]]
     else:
         options["shuffle"] = False
-        if difference == "dataset, samples whole":
+        if "whole" in difference:
             arguments = {**arguments, "recipe": "hybrid_dp"}
         if difference.startswith("dataset"):
             dataset.first = comm.rank
         else:
             dataset = Augmented(comm.rank)
-    list(PlannedLoader(dataset, **arguments, communicator=comm, **options))
+    loader = PlannedLoader(dataset, **arguments, communicator=comm, **options)
+    loader.set_epoch(0, start=int(difference.endswith("resumed")))
+    list(loader)
 
 
 def summed_again(comm: Communicator, times: int) -> float:

@@ -231,7 +231,8 @@ class Share(IterableDataset[Parcel]):
                 data, rows = torch.empty(0, dtype=torch.uint8), tuple[Rows, ...]()
                 if piece is not None:
                     data = torch.frombuffer(bytearray(piece.encode()), dtype=torch.uint8)
-                    rows = tuple(rows_of(self.dataset, iteration, piece, self.form))
+                    begins = iteration.number == self.start
+                    rows = tuple(rows_of(self.dataset, iteration, piece, self.form, begins))
                 yield Parcel(data, rows, late[-1], iteration.describe())
                 number += step
 

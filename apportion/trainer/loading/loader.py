@@ -305,7 +305,7 @@ class PlannedLoader:
             self._begin = Place(start.epoch)
             while (result := self._next(iterations, ahead.current, supply)) is not None:
                 iteration, fetched = result
-                for batch in self._batches(iteration, fetched, encoded):
+                for batch in self._batches(iteration, fetched, encoded, iteration.number == start.iteration):
                     if (batch.iteration, batch.microbatch) >= start[1:]:
                         place = iteration.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
                         self._place = Place(start.epoch, *place)
@@ -437,10 +437,10 @@ class PlannedLoader:
         return fetching.Fetched(piece, None, tuple(handles))
 
     def _batches(
-        self, iteration: Iteration, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
+        self, iteration: Iteration, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch], begins: bool
     ) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._prepare(fetched.piece).handles or ()
-        rows, valid, weight = self._agree_rows(iteration, handles, fetched)
+        rows, valid, weight = self._agree_rows(iteration, handles, fetched, begins)
         parts = iteration.parts(fetched.piece.indexes)
         common: dict[str, Any] = {"iteration": iteration.number, "_replicas": self._replicas}
         common |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
@@ -476,14 +476,14 @@ class PlannedLoader:
         return {"media": media, "feed": EncoderFeed(media.handle, handle, positions, self._media.media.merge)}
 
     def _agree_rows(
-        self, iteration: Iteration, handles: Sequence[PlanHandle], fetched: fetching.Fetched
+        self, iteration: Iteration, handles: Sequence[PlanHandle], fetched: fetching.Fetched, begins: bool
     ) -> tuple[tuple[Rows, ...], int, float]:
         """The rows, and the iteration's number of labels and their weight over all ranks and groups. A collective, also
         where it raises: this rank's error if it cannot read them, else ExecutionError if ranks hold different plans,
         another rank has no rows or different fields, samples or tokens, or groups are out of step."""
         rows, facts, error = tuple[Rows, ...](), NO_ROWS, None
         try:
-            rows = fetched.rows or tuple(rows_of(self.dataset, iteration, fetched.piece, self._form))
+            rows = fetched.rows or tuple(rows_of(self.dataset, iteration, fetched.piece, self._form, begins))
             facts = Facts.of(rows, iteration.samples)
         except Exception as unread:  # reported to the other ranks before it is raised
             error = unread

@@ -184,9 +184,11 @@ def _concatenate(parts: Sequence[Rows], form: Form) -> Rows:
     return Rows(tokens, labels, ids, positions, fields)
 
 
-def rows_of(dataset: Dataset, iteration: Iteration, piece: IterationSlice, form: Form) -> Iterator[Rows]:
-    """Yields the rows of each microbatch of an iteration, read lazily. Raises `local_rows`' errors; ExecutionError if
-    the plan is for other batches."""
+def rows_of(
+    dataset: Dataset, iteration: Iteration, piece: IterationSlice, form: Form, begins: bool
+) -> Iterator[Rows]:
+    """Yields the rows of each microbatch of an iteration, read lazily. begins: whether it is the pass' first.
+    Raises `local_rows`' errors; ExecutionError if the plan is for other batches."""
     iteration.check(piece)
     parts = zip(piece.slices, iteration.parts(piece.indexes), strict=True)
     for number, (part, (batch, samples)) in enumerate(parts):
@@ -194,7 +196,7 @@ def rows_of(dataset: Dataset, iteration: Iteration, piece: IterationSlice, form:
         def read(sequence: int, samples: Ints = samples) -> Sample:
             return dataset[int(samples[sequence])]
 
-        yield local_rows(part, batch, read, samples, form, begins=iteration.number == number == 0)
+        yield local_rows(part, batch, read, samples, form, begins and number == 0)
 
 
 def _shared(
