@@ -510,10 +510,8 @@ class PlannedLoader:
             return failure(transport, failed, error, f"{label}: ranks {failed} have no rows")
         if len({facts.form for facts in ranks}) > 1:
             text = " and ".join(dict.fromkeys(row.form for row in rows))
-            message, remedy = (
-                f"{label}: samples have different fields",
-                "Give all samples equal fields, dtypes and widths",
-            )
+            message = f"{label}: samples have different fields"
+            remedy = "Give all samples equal fields, dtypes and widths"
             return difference(transport, text, "fields", message, remedy)
         if len({facts.drawn for facts in ranks}) > 1:
             message = f"{label}: ranks draw different samples"
