@@ -215,7 +215,7 @@ def train(
     trained_params = [one for one in model.parameters() if one.requires_grad or net == "frozen"]
     if net == "master copies":
         trained_params = [nn.Parameter(one.detach().clone()) for one in trained_params]
-    optimizer = torch.optim.SGD(trained_params, lr=0.1)
+    optimizer = torch.optim.SGD(trained_params, lr=0.1 + 0.01 * comm.rank * (net == "rates of ranks"))
     scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)

@@ -146,6 +146,10 @@ SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped 
         ({"net": "attention beside", "loss": "own"}, f"{OWN} out {ROWS}"),
         ({"net": "head alone", "loss": "own", "reduces": "no"}, DIFFER),
         ({"net": "reduced early", "reduces": "fsdp summed"}, "ExecutionError: FSDP2 has not reduced"),
+        (
+            {"net": "rates of ranks", "reduces": "fsdp summed"},
+            "ExecutionError: learning rates differ between ranks",
+        ),
         ({"net": "tensor parallel"}, PARTS),
         ({"net": "tensor parallel", "reduces": "no"}, f"{OWN} out {ROWS}.*communicator="),
         ({"kinds": KINDS}, SWAPPED),

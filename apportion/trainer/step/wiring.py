@@ -31,6 +31,16 @@ _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
 _ROUNDED = 0.01  # relative tolerance of factors in 16 bits
 _CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or p.grad.full_tensor().norm()"
+_RATES = "give all ranks the same one, from a value of all ranks, such as the sum of their losses"
+#: values that are equal on all ranks, in the order of `Watch._compare`: text of a difference, its rule or remedy, and
+#: the relative tolerance
+_COMPARED = (
+    ("factors of losses differ between ranks", _FACTORS, _CLOSE),
+    ("factors of losses differ between ranks", _FACTORS, _CLOSE),
+    ("weights of losses are different multiples of a batch field", _FACTORS, _CLOSE),
+    ("ranks multiplied the gradients of their shards by different factors", _CLIP, _ROUNDED),
+    ("learning rates differ between ranks", _RATES, _CLOSE),
+)
 _LINEAR = ("apportion", "torch")  # packages whose gradient hooks are linear
 _HOOKED = (
     "they get a rank's contribution to a gradient, not the sum over ranks; only multiplications, such as masks, are "
@@ -257,7 +267,7 @@ class Watch:
             self.owners.update(dict.fromkeys(owned, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
-                self._compare(params)
+                self._compare(optimizer, params)
             self._samples.clear()
             while self._sample_hooks:
                 self._sample_hooks.pop().remove()
@@ -319,8 +329,9 @@ class Watch:
         factors = (after / before)[before != 0].tolist()
         return max(factors) if factors and min(factors) > max(factors) * (1 - _ROUNDED) else 0.0
 
-    def _compare(self, params: list[Tensor]) -> None:
-        """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
+    def _compare(self, optimizer: Any, params: list[Tensor]) -> None:
+        """Raises ExecutionError if values of parameters or gradients, factors or learning rates differ between ranks,
+        and warns of weights. A collective."""
         by_id = {id(tensor): tensor for tensor in params}
         buffers = dict[int, Tensor]()
         in_backward = torch._C._current_graph_task_id() != -1  # FSDP2's parameters are not sharded then
@@ -332,22 +343,15 @@ class Watch:
         remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
-            scales = [self.scale, self.divisor, self.multiple, self._clip_factor(params)]
-            rows = transport.gather_floats(scales, "factors")
-            for number, factors in enumerate(zip(*rows, strict=True)):
-                close = _ROUNDED if number == 3 else _CLOSE
-                if max(factors) <= min(filter(None, factors), default=0.0) * (1 + close):
+            rate = sum(_rates(optimizer), 0.0)
+            factors = [self.scale, self.divisor, self.multiple, self._clip_factor(params), rate]
+            by_rank = zip(*transport.gather_floats(factors, "factors"), strict=True)
+            for row, (text, rule, close) in zip(by_rank, _COMPARED, strict=True):
+                if max(row) <= min(filter(None, row), default=0.0) * (1 + close):
                     continue
-                if number == 3:
-                    text = (
-                        f"ranks multiplied the gradients of their shards by different factors, {[*factors]}"
-                    )
-                    raise ExecutionError(f"{text}: {_CLIP}")
-                if number == 2:
-                    text = f"weights of losses are different multiples of a batch field, {factors} by rank"
-                    warn(f"{text}: {_FACTORS}", stacklevel=1)
-                else:
-                    raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
+                if not text.startswith("weights"):
+                    raise ExecutionError(f"{text}, {[*row]}: {rule}")
+                warn(f"{text}, {[*row]}: {rule}", stacklevel=1)
         for transport, (kind, remedy) in product(self._transports, remedies.items()):
             group = buffers if kind == "buffers" else by_id
             tensors = [tensor for tensor in group.values() if _is_replicated(tensor, transport)]
@@ -373,6 +377,12 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def _rates(optimizer: Any) -> set[float]:
+    """The learning rates of parameters that ranks share."""
+    groups = optimizer.param_groups
+    return {float(one.get("lr", 0.0)) for one in groups if not all(map(_is_local, one["params"]))}
+
+
 def _buffers(model: nn.Module) -> Iterator[Tensor]:
     """The buffers that checkpoints contain."""
     for module in model.modules():
@@ -392,8 +402,12 @@ def _is_replicated(param: Tensor, transport: Any) -> bool:
     elsewhere = hasattr(param, "_fsdp_flattened") or param.is_meta
     if isinstance(param, DTensor):
         elsewhere |= not _others(transport) - _mesh_ranks(param)
-    expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's name
-    return param.is_floating_point() and not elsewhere and not expert
+    return param.is_floating_point() and not elsewhere and not _is_local(param)
+
+
+def _is_local(param: Tensor) -> bool:
+    """True for parameters that differ between ranks on purpose, such as experts."""
+    return getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's name
 
 
 def _others(transport: Any) -> set[int]:
