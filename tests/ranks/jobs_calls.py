@@ -134,8 +134,8 @@ def resumed(comm: Communicator) -> tuple[str, list[list[int]]]:
 
 
 def stopped(comm: Communicator) -> list[list[int]]:
-    """The values that ranks gather after rank 0 catches an error within a call and checkpointing ends a recomputation
-    within a call; rank 0 gathers late."""
+    """The values that ranks gather after rank 0 catches an error within a call, checkpointing ends a recomputation
+    within a call, and all ranks catch an error within a call; rank 0 gathers late."""
     with suppress(MemoryError), comm.call("a step"):
         if comm.rank == 0:
             raise MemoryError("out of memory")
@@ -146,6 +146,8 @@ def stopped(comm: Communicator) -> list[list[int]]:
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(block, x, use_reentrant=False).sum().backward()
+    with suppress(MemoryError), comm.call("a last step"):
+        raise MemoryError("out of memory")
     if comm.rank == 0:
         time.sleep(4 * calls.CHECK_INTERVAL_S)
     return comm.all_gather([comm.rank], "ranks")

@@ -86,8 +86,7 @@ class Calls:
             self._lock.release()
 
     def _begin(self, call: str) -> None:
-        if self._notices.failed_at:
-            self._notices.resume()
+        self._notices.resume()
         self.number += 1
         self._recent.append((self.number, call))
         name = call.encode()
@@ -170,22 +169,24 @@ class Notices:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._read = self._published = self.failed_at = 0
+        self._read = self._published = self._failed_at = 0
+        self._has_failed = False  # since its last call began
         self._failed: dict[int, tuple[int, str]] = {}
 
     def fail(self, number: int, name: str, error: BaseException) -> None:
-        self.failed_at = number
+        self._failed_at, self._has_failed = number, True
         message = f"rank {self._rank} failed in call {number} ({name}): {quoted(error)}"
         self._write([self._rank, number, message])
 
     def resume(self) -> None:
-        """Records that this rank resumes after a failure."""
-        self.failed_at = 0
-        self._write([self._rank, 0, ""])
+        """Records that this rank resumes, if it has failed."""
+        if self._has_failed:
+            self._has_failed = False
+            self._write([self._rank, 0, ""])
 
     def failure(self) -> str:
-        """The first failure of another rank that has not resumed since; "" if there is none. Ignores failures in the
-        call in which this rank failed."""
+        """The first failure of another rank that has not resumed since; "" if there is none. Ignores failures up to the
+        call in which this rank failed last: the others may resume later."""
         try:
             for index in range(self._read, self._store.add("failures", 0)):
                 rank, number, message = json.loads(self._store.get(f"failure/{index}"))
@@ -195,7 +196,7 @@ class Notices:
                 self._read = index + 1
         except RuntimeError as error:  # the store's rank is gone: the group reports that too
             _log.debug("cannot check other ranks' calls: %s", error)
-        return next((message for number, message in self._failed.values() if number != self.failed_at), "")
+        return next((message for number, message in self._failed.values() if number > self._failed_at), "")
 
     def publish(self, calls: dict[int, str]) -> None:
         latest = max(calls, default=0)
