@@ -19,7 +19,7 @@ using Order = Growing<int64_t>;
 // Nodes, or the ranks of a node, with capacities.
 class Buckets {
  public:
-  // enforce: split sequences must exceed no cap, if possible.
+  // enforce: when a sequence is split, keep every bucket within its cap if possible.
   Buckets(Column<const int64_t> caps, bool enforce)
       : caps_(caps), load_(static_cast<std::size_t>(caps.size())), enforce_(enforce) {}
 

@@ -203,7 +203,7 @@ def test_a_microbatch_must_contain_both_samples_of_a_pair() -> None:
     (batch,) = PlannedLoader(forest, **planning(job()), sampler=[[0]])
     assert [list(map(float, one)) for one in trees.unfold(forest, batch).pairs(values)] == [[0], [1]]
     (batch,) = PlannedLoader(forest, **planning(job()), sampler=[[0, 2]])
-    with pytest.raises(ExecutionError, match="of pair 1 only one sample is in this microbatch"):
+    with pytest.raises(ExecutionError, match="only one sample of pair 1 is in this microbatch"):
         trees.unfold(forest, batch).pairs(values)
     with pytest.raises(ExecutionError, match="even number of samples, 4, got 3"):
         trees.unfold(forest).pairs(values[:3])

@@ -260,7 +260,7 @@ class WorkerPrefetcher:
             raise ExecutionError(f"{message}. Remedy: {remedy}, or workers=0")
         if not len(parcel.data):
             raise TimeoutError(parcel.reason)
-        # labels from a process have been written to once, so they would count as changed
+        # labels arrive from a worker process with a raised version counter, so they would count as changed
         rows = tuple(part._replace(labels=part.labels.clone()) for part in parcel.rows)
         return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), rows)
 

@@ -309,7 +309,7 @@ def _sample(sample: Sample, length: int, number: int) -> _Sample:
     tokens = _to_int64(f"{label}: {TOKENS}", sample[TOKENS])
     if tokens.shape != (length,):
         raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, but was planned with length {length}")
-    _check_known(label, sample, length)
+    _refuse_unapplied(label, sample, length)
     dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
     fields = {
         name: _field(f"{label}: {name}", sample[name], length) for name in sample if name not in dropped
@@ -335,7 +335,7 @@ def _check_alignment(label: str, tokens: Tensor, labels: Tensor) -> None:
         raise ConfigError(f"{label}: {LABELS}", "shifted", rule, remedy)
 
 
-def _check_known(label: str, sample: Mapping[str, Any], length: int) -> None:
+def _refuse_unapplied(label: str, sample: Mapping[str, Any], length: int) -> None:
     """Raises ConfigError for a field that should change the result, but would not be applied."""
     for name in filter(sample.__contains__, _REFUSED):
         path = f"{label}: {name}"

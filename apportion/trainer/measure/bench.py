@@ -97,17 +97,17 @@ class RankTensors:
         return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
 
 
-def measure_phases(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
+def measure_phases(attention: Attention, tensors: RankTensors, meter: Meter) -> dict[str, Any]:
     """Measures each phase."""
-    out, forward = meter(lambda: attention(*rows.qkv))
-    _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
+    out, forward = meter(lambda: attention(*tensors.qkv))
+    _, backward = meter(lambda: torch.autograd.grad(out, tensors.qkv, tensors.do))
     return {"forward": forward, "backward": backward}
 
 
-def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
+def best(attention: Attention, tensors: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
     """The shortest times of each phase, after a warm-up call."""
-    measure_phases(attention, rows, clock)
-    runs = [measure_phases(attention, rows, clock) for _ in range(repeats)]
+    measure_phases(attention, tensors, clock)
+    runs = [measure_phases(attention, tensors, clock) for _ in range(repeats)]
     return {phase: CallTimes(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
 
 
@@ -136,8 +136,8 @@ def count_calls(piece: Slice, device: torch.device) -> dict[str, Counts]:
         recorder.reset()
         return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
 
-    rows = RankTensors.of(piece.header, handle.rows, device, is_random=False)
-    return measure_phases(planned_call(handle), rows, count)
+    tensors = RankTensors.of(piece.header, handle.rows, device, is_random=False)
+    return measure_phases(planned_call(handle), tensors, count)
 
 
 # ---- plans
@@ -239,8 +239,8 @@ class Bench:
 
     def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, CallTimes]:
         header = handle.slice.header
-        rows = RankTensors.of(header, handle.rows, self.device, self._computes)
-        return best(planned_call(handle), rows, clock, self.repeats)
+        tensors = RankTensors.of(header, handle.rows, self.device, self._computes)
+        return best(planned_call(handle), tensors, clock, self.repeats)
 
     # --- real
 

@@ -163,7 +163,7 @@ class Watch:
             self.track(unknown)
 
     def require_all_rows(self, operation: str) -> None:
-        """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange different ones."""
+        """Raises ExecutionError while a trial reruns the model on a few rows: an exchange needs all of them."""
         if self.trial is not None and self.trial.part is not None:
             raise ExecutionError(f"{operation} needs all rows of a rank")
 

@@ -20,7 +20,7 @@ struct Note {
   int32_t row, rows;
   Token token;
 
-  bool is_of_queries() const { return task < 0; }
+  bool is_query_run() const { return task < 0; }
   bool goes_with(const Note& other) const { return task == other.task && set == other.set; }
 };
 
@@ -71,9 +71,9 @@ class Settlement {
       const std::size_t first = at;
       while (at < notes.size() && notes[at].goes_with(notes[first])) ++at;
       const auto group = notes.subspan(first, at - first);
-      const bool known = find_runs(group, group[0].is_of_queries() ? queries_ : keys_);
+      const bool known = find_runs(group, group[0].is_query_run() ? queries_ : keys_);
       all_known = all_known && known;
-      if (group[0].is_of_queries()) {
+      if (group[0].is_query_run()) {
         has_queries = known;
         set = group[0].set;
       } else if (known && has_queries) {

@@ -269,7 +269,7 @@ class Stages {
       }
   }
 
-  // Sums gradients of KV heads that ranks share, at home.
+  // Sums, at home, the gradients of KV heads that ranks share.
   void gather() {
     for (int64_t window = 0; window < closes_.count(); ++window)
       for (int64_t number = 0; number < exchange_.size(); ++number) {

@@ -54,7 +54,7 @@ class LeavingRows {
     std::ranges::sort(low_);
     std::ranges::sort(high_);
   }
-  // True, after sorting, if none of these rows leaves: every range that begins before their end also ends before them.
+  // True, after sorting, if no row in [begin, end) leaves: every range that begins before `end` ends by `begin`.
   bool keeps(int64_t begin, int64_t end) const {
     return std::lower_bound(low_.begin(), low_.end(), end) - low_.begin() ==
            std::upper_bound(high_.begin(), high_.end(), begin) - high_.begin();

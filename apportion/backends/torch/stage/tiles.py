@@ -1,4 +1,4 @@
-"""Cuts the accumulator rows that an instruction's tasks write into tiles with one owner each.
+"""Cuts into tiles, with one owner each, the accumulator rows that an instruction's tasks write.
 
     task A  ├───────────────┤              rows that tasks write (first: marked *)
     task B*         ├───────────────┤
@@ -67,7 +67,7 @@ def cut_tiles(
     cuts: KeyedRows = _NOWHERE,
     statistics: KeyedRows = _NOWHERE,
 ) -> Tiles:
-    """Cuts the rows that tasks of the same key write into tiles of at most `height` rows. key, start, stop: int64
+    """Tiles of at most `height` rows, which cover the rows that each key's tasks write. key, start, stop: int64
     [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges whose ends no tile may cross."""
     begin, end = written = KeyedRows(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
