@@ -109,3 +109,14 @@ def test_the_inverse_move_restores_every_bit(pool: Pool) -> None:
         for rank, (back, grad) in enumerate(pool.run(jobs_remap.there_and_back, 4, each=each)):
             np.testing.assert_array_equal(back, x[home.tokens(rank)])
             np.testing.assert_array_equal(grad, x[home.tokens(rank)])
+
+
+def test_ranks_with_different_plans_are_refused(pool: Pool) -> None:
+    """The check also starts the ranks' channels, if nothing has run under the plan yet."""
+    plans = planned(1, 2), planned(1, 2, objective="sum")
+    each = [
+        (plan.for_rank(rank).encode(), np.zeros((int(plan.layout("attention").rows_per_rank[rank]), 3)))
+        for rank, plan in enumerate(plans)
+    ]
+    for error in pool.errors(jobs_remap.there_and_back, 2, each=each):
+        assert error.startswith("ExecutionError: ranks hold different plans")

@@ -11,12 +11,14 @@ from apportion.ir.plan.tables import Move
 
 
 def remap(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
-    """Moves x from the move's source layout to its target, or back if `inverse`; differentiable. A collective."""
+    """Moves x from the move's source layout to its target, or back if `inverse`; differentiable. A collective.
+    Raises ExecutionError for a different number of rows, and if ranks hold different plans."""
     handle.require_unpadded("layouts are moved")
     source, target = (move.target, move.source) if inverse else (move.source, move.target)
     source_rows, target_rows = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
     if len(x) != source_rows:
         raise ExecutionError(f"this rank holds {source_rows} rows of layout {source}, got {len(x)}")
+    handle.agree()
     name = f"rows from layout {source} to {target}, plan {handle.name}"
     return Exchange.of(handle.communicator, name, move.table, target_rows, inverse)(x)
 
