@@ -223,7 +223,7 @@ class PlannedLayer(torch.autograd.Function):
                 qkv_home(handle, *inputs, latent=True)
             machine = run(handle, kind, "forward", home, replace(layer, sinks=sinks))
         out, lse = machine.output(inputs[0].dtype)
-        ctx.names, rows = _flat(inputs_of(machine, home))
+        ctx.names, rows = _flatten(inputs_of(machine, home))
         ctx.save_for_backward(sinks, out, lse, *rows)
         ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
         ctx.params, ctx.versions = params, _versions(params)
@@ -256,7 +256,7 @@ def inputs_of(machine: TorchMachine, home: Home) -> dict[Name, Parts]:
     return rows
 
 
-def _flat(home: Home) -> tuple[tuple[Name, ...], tuple[Tensor, ...]]:
+def _flatten(home: Home) -> tuple[tuple[Name, ...], tuple[Tensor, ...]]:
     """The home tensor of each part, and the parts: the inverse of `_group_parts`."""
     names, parts = zip(*((name, part) for name, parts in home.items() for part in parts), strict=True)
     return names, parts
@@ -391,7 +391,7 @@ def attend_layer(
     """Planned attention of hidden states, or of q [rows, Hq, D] to latent rows [rows, 1, rope] and [rows, 1, rank],
     differentiable in all of these and in the layer's sinks and params."""
     handle.check(kind, *declared)
-    names, tensors = _flat(home)
+    names, tensors = _flatten(home)
     bare = replace(layer, sinks=None, params=())
     inputs = (handle, kind, bare, names, layer.sinks, *tensors, *layer.params)
     return PlannedLayer.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

@@ -99,7 +99,9 @@ def exchange_rows(
             out = rows.new_empty(sum(counts[1]), *rows.shape[1:])
             row_bytes = rows.element_size() * math.prod(rows.shape[1:])
             sent, received = ([count * row_bytes for count in side] for side in counts)
-            flights.append(transport.all_to_all(0, bytes_of(rows), bytes_of(out), (sent, received)))
+            flights.append(
+                transport.all_to_all(0, bytes_of(rows.contiguous()), bytes_of(out), (sent, received))
+            )
             outputs.append(out)
         for flight in flights:
             flight.wait()
@@ -107,5 +109,5 @@ def exchange_rows(
 
 
 def bytes_of(rows: Tensor) -> Tensor:
-    """uint8 [n]: a view of the rows if they are contiguous, else of a copy."""
-    return rows.contiguous().view(-1).view(torch.uint8)
+    """uint8 [n]: a view of contiguous rows; raises RuntimeError for others, since a copy would receive nothing."""
+    return rows.view(-1).view(torch.uint8)

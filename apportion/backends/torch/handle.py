@@ -67,7 +67,7 @@ class PlanHandle:
                 f"the slice of rank {piece.rank} of {piece.ranks} is on rank {self.communicator.rank} of "
                 f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
             )
-        self._built: dict[tuple[Hashable, ...], Any] = {}
+        self._states: dict[tuple[Hashable, ...], Any] = {}
         self._loaded: dict[tuple[str, str, torch.device, int], Executable] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
@@ -170,20 +170,20 @@ class PlanHandle:
         """Kinds whose window a layer has declared."""
         return {kind for kind, window, _ in self._checked if window is not None}
 
-    def built(self, build: Callable[[], T], *key: Hashable) -> T:
+    def state(self, build: Callable[[], T], *key: Hashable) -> T:
         """State of this plan under a key, built on first use."""
-        if key not in self._built:
-            self._built[key] = build()
-        return cast("T", self._built[key])
+        if key not in self._states:
+            self._states[key] = build()
+        return cast("T", self._states[key])
 
     def program(self, kind: str, phase: str) -> Program:
         """This rank's program, compiled on first use."""
         tables, header = self.slice.programs, self.slice.header
-        return self.built(lambda: compile_program(tables[kind, phase], header), "program", kind, phase)
+        return self.state(lambda: compile_program(tables[kind, phase], header), "program", kind, phase)
 
     def engine_on(self, device: torch.device) -> Engine:
         """The engine for a device. Raises UnknownNameError, ConfigError if the named engine cannot run there."""
-        return self.built(lambda: choose_engine(self.engine, self.slice.header, device), "engine", device)
+        return self.state(lambda: choose_engine(self.engine, self.slice.header, device), "engine", device)
 
     def executable(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Executable:
         """A program with the state that its calls on a device share, built on first use. hidden: width of X."""

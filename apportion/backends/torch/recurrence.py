@@ -100,7 +100,7 @@ def recurrence_of(handle: PlanHandle, kind: str, device: torch.device) -> RankRe
         with torch.device(device):
             return _recurrence(handle, kind)
 
-    return handle.built(build, "recurrence", kind, device)
+    return handle.state(build, "recurrence", kind, device)
 
 
 # ---- tables

@@ -68,7 +68,7 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     """Implements `trainer.step.moves.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
-        gathering = handle.built(lambda: Gathering.of(handle, kind), "visible", kind)
+        gathering = handle.state(lambda: Gathering.of(handle, kind), "visible", kind)
         for tensor in x:
             if len(tensor) != handle.padded_rows:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")

@@ -57,7 +57,7 @@ class Agreement:
         if FAILED in states:
             failed = [rank for rank, state in enumerate(states) if state == FAILED]
             error = result if numbers[0] == FAILED and isinstance(result, Exception) else None
-            raise failure(
+            raise failure_error(
                 self.communicator, failed, error, f"iteration {number}: ranks {failed} have no plan"
             )
         ids = [bytes(row[1:]).hex() for row in rows]
@@ -79,7 +79,7 @@ def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
         return error
 
 
-def failure(
+def failure_error(
     transport: Transport, failed: Sequence[int], error: Exception | None, message: str, unit: str = "rank"
 ) -> Exception:
     """This rank's error, or one that quotes those of the failed ranks, or groups; a collective."""
@@ -87,7 +87,7 @@ def failure(
     return error or ExecutionError(f"{message}: {by_value({i: texts[i] for i in failed}, unit)}")
 
 
-def difference(
+def difference_error(
     transport: Transport, text: str, about: str, message: str, remedy: str, unit: str = "rank"
 ) -> ExecutionError | None:
     """The error for ranks, or groups, with different texts; None if they are equal. A collective."""
@@ -113,7 +113,7 @@ def totals(
         raise error
     if failed and replicas is not None:
         message = f"iteration {place[1]}: groups {failed} failed"
-        raise failure(replicas, failed, error, message, "group")
+        raise failure_error(replicas, failed, error, message, "group")
     if any(row[:3] != [*place] for row in groups):
         positions = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
         message = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"

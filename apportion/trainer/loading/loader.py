@@ -44,7 +44,7 @@ from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
-from apportion.trainer.loading.agreement import Agreement, difference, failure, totals
+from apportion.trainer.loading.agreement import Agreement, difference_error, failure_error, totals
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.iterations import BatchBuilder, Draw, Iteration, Iterations, Place
 from apportion.trainer.loading.media import Media, MediaOrder
@@ -375,7 +375,7 @@ class PlannedLoader:
         text = f"pass {self._passes} of epoch {epoch}, from iteration {start}, microbatch {microbatch}"
         text += f", with shifted={sorted(self._form.shifted)}"
         remedy = "Give all ranks the same options, and iterate over the loader equally often on each"
-        error = difference(self._communicator, text, "passes", "ranks begin different passes", remedy)
+        error = difference_error(self._communicator, text, "passes", "ranks begin different passes", remedy)
         if error is None and self._replicas is not None and (order := self._sampling) is not None:
             error = self._orders_error(self._replicas, order)
         if error is not None:
@@ -386,7 +386,7 @@ class PlannedLoader:
         text = f"{lengths}, seed {order.seed}, shuffle {order.shuffle}, {order.microbatches} of {order.tokens} tokens"
         message = "groups draw from different orders of samples"
         remedy = "Give all groups the same samples and seed: iterations of one order are dealt to them"
-        return difference(replicas, text, "orders of groups", message, remedy, "group")
+        return difference_error(replicas, text, "orders of groups", message, remedy, "group")
 
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
@@ -507,16 +507,16 @@ class PlannedLoader:
         failed = [rank for rank, facts in enumerate(ranks) if facts == NO_ROWS]
         label, transport = f"iteration {iteration.number}", self._communicator
         if failed:
-            return failure(transport, failed, error, f"{label}: ranks {failed} have no rows")
+            return failure_error(transport, failed, error, f"{label}: ranks {failed} have no rows")
         if len({facts.form for facts in ranks}) > 1:
             text = " and ".join(dict.fromkeys(row.form for row in rows))
             message = f"{label}: samples have different fields"
             remedy = "Give all samples equal fields, dtypes and widths"
-            return difference(transport, text, "fields", message, remedy)
+            return difference_error(transport, text, "fields", message, remedy)
         if len({facts.drawn for facts in ranks}) > 1:
             message = f"{label}: ranks draw different samples"
             remedy = "Give all ranks the same seed, or samplers with the same order"
-            return difference(transport, iteration.describe(), "samples", message, remedy)
+            return difference_error(transport, iteration.describe(), "samples", message, remedy)
         if (mismatch := differing_sample(ranks)) is not None:
             # plans depend only on lengths, so they may be equal
             message = f"ranks read different tokens, labels or fields of sample {mismatch[0]}: {by_value(mismatch[1])}"

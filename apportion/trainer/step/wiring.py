@@ -34,7 +34,7 @@ _CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or 
 _RATES = "give all ranks the same one, from a value of all ranks, such as the sum of their losses"
 #: values that are equal on all ranks, in the order of `Watch._compare`: text of a difference, its rule or remedy, and
 #: the relative tolerance
-_COMPARED = (
+_COMPARISONS = (
     ("factors of losses differ between ranks", _FACTORS, _CLOSE),
     ("factors of losses differ between ranks", _FACTORS, _CLOSE),
     ("weights of losses are different multiples of a batch field", _FACTORS, _CLOSE),
@@ -346,7 +346,7 @@ class Watch:
             rate = sum(_rates(optimizer), 0.0)
             factors = [self.scale, self.divisor, self.multiple, self._clip_factor(params), rate]
             by_rank = zip(*transport.gather_floats(factors, "factors"), strict=True)
-            for row, (text, rule, close) in zip(by_rank, _COMPARED, strict=True):
+            for row, (text, rule, close) in zip(by_rank, _COMPARISONS, strict=True):
                 if max(row) <= min(filter(None, row), default=0.0) * (1 + close):
                     continue
                 if not text.startswith("weights"):
