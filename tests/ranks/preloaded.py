@@ -9,6 +9,8 @@ import torch
 
 if torch.version.cuda is None:
     os.environ["TRITON_INTERPRET"] = "1"
-    import tests.ranks.cases  # noqa: F401
+    import tests.ranks.cases
 
     del os.environ["TRITON_INTERPRET"]
+
+import tests.ranks.jobs_own_loop  # noqa: F401  # with the trainer's modules
