@@ -110,7 +110,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _loader(self, dataset: Any, is_training: bool) -> PlannedLoader:
         """The loader of a prepared dataset, cached."""
-        key = id(dataset), is_training  # an evaluation of training samples is one unshuffled pass
+        key = id(dataset), is_training  # evaluation on the training samples is one unshuffled pass
         if key not in self._loaders:
             self._set_signature_columns_if_needed()
             self._check_columns(dataset)

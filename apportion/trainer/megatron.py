@@ -295,7 +295,7 @@ class CheckedSteps:
         is_whole = any(batch.microbatch == 0 for batch in batches) and any(batch.is_last for batch in batches)
         if batches and not (is_whole and len({batch.iteration for batch in batches}) == 1):
             rule = "must be one iteration of the loader, as loss_weights are scaled by the total of the iteration"
-            remedy = "pass planned_loader microbatches=, as many as the schedule's num_microbatches"
+            remedy = "pass microbatches= to planned_loader, equal to the schedule's num_microbatches"
             raise ConfigError("microbatches of a step", len(batches), rule, remedy)
         return self._finalize(models, *args, **kwargs)
 

@@ -199,7 +199,7 @@ def job_of(config: Trainer.Config) -> dict[str, Any]:
 
 
 class PlannedDataLoader(BaseDataLoader):
-    """A planned loader. dataset: "module.function", called with Titan's tokenizer and dataset_path for the samples."""
+    """A planned loader. dataset: "module.function", called with Titan's tokenizer and dataset_path to get samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -174,7 +174,7 @@ def kills(seconds: float) -> dict[str, Any]:
 
 
 def redis_kills(seconds: float) -> dict[str, Any]:
-    """Kills a server that stores plans in Redis, its workers, or Redis, which restarts empty."""
+    """Kills a server that stores plans in Redis, or its workers, or Redis itself, which restarts empty."""
     with ExitStack() as stack:
         redis = Redis(stack)
         server = Server(redis.url, stack, outcome := Outcome())

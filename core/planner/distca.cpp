@@ -198,7 +198,7 @@ class Migration {
 
   // ---- the best share
 
-  // The bytes of rows of a pair for server `to`. For a head and its mirror image only the head's rows count, as in the
+  // The bytes to send for `rows` of a pair to server `to`. For a head and its mirror image only the head's rows count, as in the
   // authors' code.
   double price(const Pair& pair, Range rows, int64_t to) const {
     const double queries = real(holding_.missing_queries(pair, rows, to));

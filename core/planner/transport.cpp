@@ -69,7 +69,7 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
       shares[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(amount), 0), rows[rank]);
       total -= shares[rank];
     }
-    // rows lost by rounding are given one by one to the rank that pays most, extra rows are taken from the one that
+    // rows lost by rounding are given one by one to the rank that pays most; extra rows are taken from the one that
     // pays least
     while (total != 0) {
       const int64_t step = total > 0 ? 1 : -1;

@@ -175,7 +175,7 @@ def test_a_gradient_of_lse_needs_none_of_the_output(monkeypatch: Any, kernel: st
     check(*args, dlse)
 
 
-def test_columns_for_delta_store_it_with_twice_the_bits_of_a_half() -> None:
+def test_delta_columns_keep_twice_the_precision_of_bfloat16() -> None:
     do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
     do, out = attention.with_delta_columns(do, delta)
     assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)

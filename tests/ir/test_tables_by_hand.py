@@ -14,7 +14,7 @@ from apportion.ir.plan.tables import ProgramSet, Table, empty_programs, empty_ta
     "ptr", [[], [0], [1, 2], [0, 3], [0, 1], [0, 3, 2], [-1, 2], [[0, 2]], [0, 2**62, 2]]
 )
 def test_offsets_must_ascend_from_zero_to_the_number_of_rows(ptr: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"^ptr = .*must be ascending from 0 to the 2 rows"):
+    with pytest.raises(ConfigError, match=r"^ptr = .*must run from 0 to 2, the number of rows"):
         Table(np.array(ptr, np.int64), ("a",), np.zeros((1, 2), np.int64))
 
 

@@ -168,6 +168,18 @@ def test_files_that_the_documents_name_exist(document: str) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("document", TEXTS)
+def test_the_tests_that_a_document_names_exist(document: str) -> None:
+    for line in re.findall(r"`pytest ([^`]+)`", TEXTS[document]):
+        paths, _, selected = line.partition(" -k ")
+        texts = "".join(
+            (ROOT / path).read_text(encoding="utf-8") for path in paths.split() if path.endswith(".py")
+        )
+        assert [
+            word for word in re.findall(r"\w+", selected) if word not in {"and", "or"} and word not in texts
+        ] == []
+
+
 def test_links_of_the_readme_and_of_contributing_lead_to_files() -> None:
     """`make docs` checks the other links."""
     links = re.findall(r"\]\(([^)#:]+)", TEXTS["README.md"] + TEXTS["CONTRIBUTING.md"])

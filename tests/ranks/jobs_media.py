@@ -240,14 +240,14 @@ def drawing_otherwise(comm: Communicator) -> None:
 def resumed(comm: Communicator) -> tuple[list[Any], list[Any]]:
     """The content of each microbatch of a pass, and of a loader that resumes after the third."""
 
-    def records(batch: Any) -> list[Any]:
+    def record(batch: Any) -> list[Any]:
         images = [] if batch.media is None else [batch.media.samples.tolist(), batch.feed.rows.tolist()]
         return [batch.iteration, batch.microbatch, batch.samples.tolist(), *images]
 
     first, second = (loader(comm, media(), microbatches=2) for _ in range(2))
     whole = []
     for batch in first:
-        whole.append(records(batch))
+        whole.append(record(batch))
         if len(whole) == 3:
             second.load_state_dict(first.state_dict())
-    return whole, [records(batch) for batch in second]
+    return whole, [record(batch) for batch in second]

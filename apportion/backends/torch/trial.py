@@ -31,7 +31,7 @@ from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
 _ROWS, _MIN_ROWS = 64, 4  # maximum and minimum number of rows of a rerun
-_SUMS = 11  # checksums of an argument
+_PREFIXES = 11  # prefixes of an argument that have a checksum
 _PART = 0.6  # share of the rows in the last run
 _REMEDY = (
     "compute each row only from its token and position id, with planned attention in every layer (with tensor "
@@ -89,11 +89,11 @@ class ModelTrial:
             tensors = batch_tensors()
             _check_places(module, arguments, handle, {*map(id, tensors)})
             saved = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, tensors)}), arguments)
-            sums = _sums(handle.position_ids, 0)
+            sums = _checksums(handle.position_ids, 0)
             floats = (x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point())
             for item in floats:
                 if handle.padded_rows in item.shape and not item.requires_grad:
-                    sums += _sums(item.movedim(item.shape.index(handle.padded_rows), 0), 1)
+                    sums += _checksums(item.movedim(item.shape.index(handle.padded_rows), 0), 1)
             self.calls[module] = ModuleCall(module, saved, handle, rows, tensors, sums)
             last = self._last
         if last == self._last and (call := self.calls.get(module)) is not None:
@@ -148,11 +148,11 @@ def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: 
             raise ConfigError("model", type(module).__name__, rule, remedy)
 
 
-def _sums(table: Tensor, distinct: int) -> list[int]:
-    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 beyond its end. distinct: 1 to end the
+def _checksums(table: Tensor, distinct: int) -> list[int]:
+    """Checksums of the first 4, 8, 16, … rows of a table, `_PREFIXES` of them; 0 beyond its end. distinct: 1 to end the
     table before the first row that repeats an earlier one, else 0."""
-    result, seen, total = [0] * _SUMS, set[bytes](), 0
-    for number, row in enumerate(table.detach()[: 2 << _SUMS].double().cpu().numpy(), 1):
+    result, seen, total = [0] * _PREFIXES, set[bytes](), 0
+    for number, row in enumerate(table.detach()[: 2 << _PREFIXES].double().cpu().numpy(), 1):
         seen.add(row.tobytes())
         if len(seen) < number * distinct:
             break
@@ -166,7 +166,7 @@ def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
     """Raises ConfigError for a floating-point argument with the same rows on ranks whose position ids differ."""
     if getattr(module, "mixes_rows", False) or len({*map(len, ranks)}) > 1:
         return
-    sums = np.array(ranks).reshape(len(ranks), -1, _SUMS)
+    sums = np.array(ranks).reshape(len(ranks), -1, _PREFIXES)
     positions, tables = sums[:, :1], sums[:, 1:]
     if (
         (tables[:, None] == tables) & (tables != 0) & (positions[:, None] != positions) & (positions != 0)

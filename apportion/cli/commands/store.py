@@ -63,7 +63,7 @@ def check(
             planner.shutdown(cancel_futures=True)
     size = sum(file.size for file in files)
     record = {"folder": str(folder), "ok": not bad, "verified": verify, "plans": len(files), "bytes": size}
-    emit(record | {"bad": bad}, as_json, lambda: _check_summary(record, bad))
+    emit(record | {"bad": bad}, as_json, lambda: _summary_of_check(record, bad))
     raise typer.Exit(FAILED if bad else OK)
 
 
@@ -144,7 +144,7 @@ def _replan_fault(pack: Pack, planner: Executor) -> str:
     return f"it has plan {pack.head.id.hex()[:16]}, but its request now gives {new_pack.head.id.hex()[:16]}"
 
 
-def _check_summary(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
+def _summary_of_check(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
     size = _amount(record["plans"], record["bytes"])
     verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all intact"
     lines = [

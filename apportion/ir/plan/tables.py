@@ -53,7 +53,7 @@ class Table:
             raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
         is_valid = ptr.ndim == 1 and ptr.size and ptr[0] == 0 and ptr[-1] == shape[1]
         if not is_valid or np.count_nonzero(ptr[1:] < ptr[:-1]):
-            rule = f"must be ascending from 0 to the {shape[1]} rows"
+            rule = f"must not decrease, and must run from 0 to {shape[1]}, the number of rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if ptr.dtype != np.int64 or not ptr.flags.c_contiguous:
             object.__setattr__(self, "ptr", np.ascontiguousarray(ptr, np.int64))

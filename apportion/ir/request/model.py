@@ -189,7 +189,7 @@ class Model:
         return self.sent_gradients == "model" and tensor in GRADIENTS
 
     def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
-        """Like `row_bytes`, for a row in transfer that is not a result."""
+        """Like `row_bytes`, for a row in transit that is not a result."""
         size = self.row_bytes(tensor, heads)
         return size // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else size
 

@@ -35,7 +35,7 @@ class Tasks:
 
 
 def most_pieces(tasks: int) -> int:
-    """Limit of token runs for `tasks` tasks."""
+    """The limit on token runs for `tasks` tasks."""
     return _FREE_PIECES + _PIECES_PER_TASK * tasks
 
 

@@ -157,7 +157,7 @@ def _first_needed(tasks: Tasks, routes: Routes, division: Ints) -> Ints:
         remote = np.flatnonzero(edge >= 0)
         np.minimum.at(first, routes.arrives[edge[remote]], division[remote])
     depth, parent = depths(routes.edges.parent), routes.edges.parent
-    for level in range(int(depth.max(initial=0)), 0, -1):  # relayed rows must have arrived before
+    for level in range(int(depth.max(initial=0)), 0, -1):  # rows must arrive before they are relayed
         relays = np.flatnonzero(depth == level)
         np.minimum.at(first, parent[relays], first[relays])
     return first

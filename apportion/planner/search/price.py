@@ -32,8 +32,8 @@ class Price:
 def price(
     plan: Plan, problem: Problem, whole_us: Mapping[tuple[str, str], float], limit_us: float
 ) -> tuple[float, Price | None]:
-    """The plan's lower bound over all layers, and its price if the bound is below `limit_us`. whole_us: for each
-    kind and phase.
+    """The plan's lower bound over all layers, and its price if the bound is below `limit_us`. whole_us:
+    `losses.whole_us` of each kind and phase.
 
     Raises VerifyError for a plan that cannot run.
     """

@@ -138,7 +138,7 @@ def test_flops_and_memory_are_those_of_the_mean_layer() -> None:
     assert memory.attention == 1000 * (3 * 2 * 512 + 2 * recurrent + states)
 
 
-def test_ffns_of_some_layers_without_a_gate_are_counted() -> None:
+def test_ungated_ffns_in_some_layers_are_counted() -> None:
     """Like Nemotron-H: four mixers, and two FFNs of two matrices."""
     training = replace(TRAINING, ffns=2, gated=False)
     layers = Layers(H100, SMALL, training)

@@ -109,7 +109,7 @@ KINDS = {"global": masks.causal(), "local": masks.sliding_window(512)}
     ],
     ids=["1", "2", "4", "kv", "kinds", "slow rank"],
 )
-def test_head_groups_and_kinds_are_even_by_speed(problem: Problem, groups: int | str) -> None:
+def test_head_groups_and_kinds_are_balanced_by_speed(problem: Problem, groups: int | str) -> None:
     placement = placed(problem, head_groups=groups)
     check(problem, placement)
     assert placement.head_groups == (2 if groups == "kv" else groups)

@@ -153,7 +153,7 @@ class _LinkJob:
         return fit(self.messages, self._slowest(times))
 
     def _ping_pong_us(self, peer: int, first: bool, size: int) -> float:
-        """One-way microseconds, the best of `runs` after a warm-up."""
+        """One-way time in microseconds, the best of `runs` after a warm-up."""
         buffer = self._bytes(size)
         calls = (dist.send, dist.recv) if first else (dist.recv, dist.send)
 

@@ -153,9 +153,9 @@ def _target(tile, heads, lane, M: tl.constexpr):
 
 
 @triton.jit
-def _advance(ptr, unit):
-    """Advances `ptr` by the number of 16-byte units that `unit` points to."""
-    return ptr + tl.load(unit).to(tl.int64) * (128 // ptr.dtype.element_ty.primitive_bitwidth)
+def _advance(ptr, units):
+    """Advances `ptr` by the number of 16-byte units that `units` points to."""
+    return ptr + tl.load(units).to(tl.int64) * (128 // ptr.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
