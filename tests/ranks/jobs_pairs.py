@@ -21,6 +21,8 @@ def trained(
     each pair."""
     torch.manual_seed(0)
     model = Decoder(arguments["model"], 800).double()
+    for param in model.layers.parameters():
+        param.register_hook(lambda grad: 2 * grad)  # once per backward, as DDP's sums
     loader = PlannedLoader(Recorded(), **arguments, communicator=comm, shuffle=False, drop_last=True)
     losses, states = [], []
     for pair in loader.pairs() if pairs else by_two(loader):

@@ -22,6 +22,8 @@ def trained(
     pipeline: arguments of `tick_table`; kinds: its virtual stages' kinds."""
     torch.manual_seed(0)
     model = Decoder(arguments["model"], 800).double()
+    for param in model.layers.parameters():
+        param.register_hook(lambda grad: 2 * grad)  # once per backward, as DDP's sums
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = {**arguments, "communicator": comm, "shuffle": False}
     losses = plain(model, data) if pipeline is None else staged(model, comm, data, pipeline, kinds)

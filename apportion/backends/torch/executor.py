@@ -230,7 +230,7 @@ class TorchMachine(Machine[View]):
     ) -> list[Tensor]:
         """Backward of a function of the layer: returns the inputs' gradients and accumulates the parameters'."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
-        with _without_hooks(self._layer.params):
+        with without_hooks(self._layer.params):
             results = torch.autograd.grad(outputs, (*leaves, *self._layer.params), cast, allow_unused=True)
         for total, grad in zip(self.gradients.params, results[len(leaves) :], strict=True):
             if grad is not None:
@@ -385,7 +385,7 @@ class PlainMachine(TaskMachine):
 
 
 @contextmanager
-def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Disables the parameters' hooks (`register_hook`, which `sum_gradients` uses on DDP) while a call sums partial
     gradients: autograd runs them once, on the whole gradient."""
     hooks = [param._backward_hooks for param in params if param._backward_hooks]

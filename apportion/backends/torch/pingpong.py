@@ -34,7 +34,7 @@ from apportion.backends.torch.autograd import (
     run,
     sink_gradient,
 )
-from apportion.backends.torch.executor import Layer, Projection, TorchMachine
+from apportion.backends.torch.executor import Layer, Projection, TorchMachine, without_hooks
 from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -220,7 +220,8 @@ def _gradients(
     if not pairs:
         return (None,) * len(inputs)
     ys, dys = zip(*pairs, strict=True)
-    return torch.autograd.grad(ys, inputs, dys, allow_unused=True)
+    with without_hooks(inputs):
+        return torch.autograd.grad(ys, inputs, dys, allow_unused=True)
 
 
 def require_listed(outputs: Iterable[Tensor], allowed: Iterable[Tensor]) -> None:
