@@ -47,6 +47,7 @@ from apportion.trainer.row_independence import check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention, planned_latent_attention
 from apportion.trainer.step.loss import check_share
+from apportion.trainer.step.microbatch import WEIGHTS
 from apportion.trainer.step.projection import LatentExpansion
 
 try:
@@ -332,13 +333,16 @@ def loader(
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
-    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, like `normalised_loss`.
-    Raises ConfigError for samples with `loss_weights`, which the model's loss ignores. A model that is not enabled
-    refuses the kwargs, and the first optimizer step raises ExecutionError if no attention has used the plan."""
+    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, like `normalised_loss`. If
+    samples have `loss_weights`, which the model's loss would ignore, there are no labels, and so no such loss. A model
+    that is not enabled refuses the kwargs, and the first optimizer step raises ExecutionError if no attention has used
+    the plan."""
     wiring.watch.expect(batch.handle)
-    batch.check_unweighted("the model's own loss")
+    batch.check_unchanged()
     rows = batch.tokens, batch.position_ids, batch.labels
     arguments = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+    if WEIGHTS in batch.fields:
+        del arguments["labels"], arguments["shift_labels"]
     # keeps the batch until forward checks it: trainers fetch a step's kwargs first, and keep only these
     arguments[LAST]._batch = batch
     return arguments | hf_vision.arguments(batch)

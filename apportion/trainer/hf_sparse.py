@@ -17,6 +17,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.model import Model
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
+from apportion.trainer.step.microbatch import WEIGHTS
 from apportion.trainer.step.moves import gather_visible
 
 TYPES = ("deepseek_v32", "glm_moe_dsa")  # supported `model_type`s
@@ -56,14 +57,14 @@ def _check(config: Any) -> None:
 
 def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, so gradients are summed.
-    Raises ConfigError for other models, gradient checkpointing and samples with `loss_weights`. Forward raises
-    ExecutionError if a layer did not read gathered rows."""
+    Without labels if samples have `loss_weights`, as in `hf.inputs`. Raises ConfigError for other models and gradient
+    checkpointing. Forward raises ExecutionError if a layer did not read gathered rows."""
     base = getattr(model, "module", model).base_model  # under DDP
     _check(base.config)
     if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
         rule = "disables the cache, through which layers read gathered rows"
         raise ConfigError("gradient_checkpointing", True, rule, "leave it out")
-    batch.check_unweighted("the model's own loss")
+    batch.check_unchanged()
     wiring.watch.expect(batch.handle)
     if not hasattr(base, "_reads_gathered"):
         base._reads_gathered = base.register_forward_hook(_check_layers, with_kwargs=True)
@@ -72,7 +73,7 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     floor = max(torch.finfo(dtype).min for dtype in (base.dtype, torch.float32))
     additive = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, floor)
     rows = {"input_ids": batch.tokens, "position_ids": batch.position_ids}
-    rows |= {"labels": batch.labels, "shift_labels": batch.labels}
+    rows |= {} if WEIGHTS in batch.fields else {"labels": batch.labels, "shift_labels": batch.labels}
     return {
         **{name: tensor[None] for name, tensor in rows.items()},
         "attention_mask": {"indexed_attention": additive[None, None]},

@@ -268,4 +268,6 @@ class _EpochData:
             batches.close()
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return inputs(next(self._batches))
+        batch = next(self._batches)
+        batch.check_unweighted("the model's own loss")
+        return inputs(batch)

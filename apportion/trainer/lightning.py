@@ -112,6 +112,8 @@ class PlannedModule:
         over all tokens of the iteration as `name` ("train_loss", "val_loss" in validation); Lightning averages over an
         epoch's tokens. Every rank calls it. Raises ConfigError if a step is not an iteration, ExecutionError if
         attention of some or all layers has not used the batch's plan."""
+        if share is None:  # the loss of a model without labels: see `hf.inputs`
+            batch.check_unweighted("the model's own loss")
         require_calls(batch.handle, 0, 1, "pass batch.handle to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
         _check_unmultiplied(share)

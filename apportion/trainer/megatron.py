@@ -100,7 +100,8 @@ def planned_loader(
     hosts = parallel_state.get_data_parallel_group_gloo()
     communicator = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    settings: LoaderOptions = {"masks": kinds(config)[1], "communicator": communicator, "rows_multiple": rows}
+    masks = kinds(config)[1] if getattr(dataset, "masks", None) is None else None
+    settings: LoaderOptions = {"masks": masks, "communicator": communicator, "rows_multiple": rows}
     settings = {**settings, "drop_last": True, **options}
     loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **settings)
     wiring.watch.trusted.add(loader)

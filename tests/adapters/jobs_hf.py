@@ -139,6 +139,14 @@ class Documents:
         return np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index])
 
 
+class Weighted(Documents):
+    """The same with a weight of each token."""
+
+    def __getitem__(self, index: int) -> Any:
+        ids = super().__getitem__(index)
+        return {"input_ids": ids, "loss_weights": (1 + ids % 3).astype(np.float32)}
+
+
 def loader(
     model: Any,
     ranks: int,
@@ -154,8 +162,9 @@ def loader(
     tokens = -(-sum(lengths) // ranks) if tokens is None else tokens
     shape = replace(model_of(model.config.to_dict()), dtype=dtype)
     job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe(recipe)), tokens, microbatches)
+    dataset = options.pop("dataset", Documents)(lengths)
     options = {"shuffle": False, "communicator": comm, **options}
-    return hf.loader(Documents(lengths), model, dtype=dtype, **planning_of(job), **options)
+    return hf.loader(dataset, model, dtype=dtype, **planning_of(job), **options)
 
 
 def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,8 @@ def mean_alone(comm: Communicator) -> Any:
 def refusal(comm: Communicator, folder: Path, options: Any) -> Any:
     """The error of a Trainer whose options do not allow a loader."""
     model = hf.enable(new_model("llama"))
-    data = hf_jobs.loader(model, comm.ranks, comm)
+    dataset = hf_jobs.Weighted if options.pop("weighted", False) else hf_jobs.Documents
+    data = hf_jobs.loader(model, comm.ranks, comm, dataset=dataset)
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
     own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
     collator = options.pop("data_collator", None) and (lambda samples: samples)
@@ -163,7 +164,7 @@ def refusal(comm: Communicator, folder: Path, options: Any) -> Any:
     try:
         if predicts:
             trainer.predict(data)
-        trainer._get_dataloader(data.dataset if plain else data, is_training=metrics is None)
+        next(iter(trainer._get_dataloader(data.dataset if plain else data, is_training=metrics is None)))
     except ConfigError as error:
         return str(error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -15,7 +14,6 @@ import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import hf
 from tests.adapters import jobs_hf as jobs
-from tests.ranks.loading import planning_of
 
 LOSS, GRADIENT = 5e-7, 2e-6  # tolerances: absolute; relative to the largest gradient
 SEVERAL = (
@@ -161,15 +159,14 @@ def test_dropout_and_a_dtype_that_differs_from_the_plan_are_refused() -> None:
         model(**hf.inputs(batch))
 
 
-def test_loss_weights_are_refused_if_the_loss_ignores_them() -> None:
-    class Weighted(jobs.Documents):
-        def __getitem__(self, index: int) -> Any:
-            return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
-
+def test_a_loss_with_weights_replaces_the_models_own() -> None:
     model = hf.enable(jobs.new_model("llama"))
-    batch = next(iter(hf.loader(Weighted(), model, **planning_of(jobs.loader(model, 1).job))))
-    with pytest.raises(ConfigError, match=r"loss_weights.*the model's own loss has no weights"):
-        hf.inputs(batch)
+    batch = next(iter(jobs.loader(model, 1, dataset=jobs.Weighted)))
+    outputs, weights = model(**hf.inputs(batch)), batch.fields["loss_weights"]
+    assert outputs.loss is None
+    share = ap.normalised_loss(outputs.logits, batch.labels, batch.total_weight, weights=weights)
+    losses = torch.nn.functional.cross_entropy(outputs.logits[0], batch.labels, reduction="none")
+    torch.testing.assert_close(share, (losses * weights).sum() / weights[batch.labels >= 0].sum())
 
 
 def test_a_compiled_model_is_one_graph_for_all_plans() -> None:

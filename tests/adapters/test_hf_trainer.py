@@ -92,6 +92,7 @@ def test_options_that_change_the_loss_are_refused(pool: Any, tmp_path: Path) -> 
         ({"compute_loss_func": True}, "compute_loss_func.*shifted labels"),
         ({"kind": jobs.OwnSampler}, "_get_train_sampler.*sampler="),
         ({"plain": True}, "train_dataset.*without plans"),
+        ({"weighted": True, "accumulation": 1}, "loss_weights.*own loss has no weights"),
         ({"data_collator": True}, "data_collator.*not collated.*labels into the samples"),
     ):
         (error,) = pool.run(jobs.refusal, 1, tmp_path, options)

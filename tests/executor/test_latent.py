@@ -150,6 +150,8 @@ def test_single_heads_can_be_expanded_by_any_projection() -> None:
         for heads in ((2,), (3, 0), (3, 2, 1, 0)):
             expanded = expand(*rows, heads)
             torch.testing.assert_close(expanded, (k[:, list(heads)], v[:, list(heads)]))
+        no_rows = expand(*(one[:0] for one in rows), (0, 1, 2, 3))
+        assert [one.shape for one in no_rows] == [(0, *k.shape[1:]), (0, *v.shape[1:])]
 
 
 # --- plans and models

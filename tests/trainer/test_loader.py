@@ -101,10 +101,12 @@ def test_masks_come_from_the_dataset_or_the_caller_shared_or_per_sample() -> Non
     (batch,) = loader_of(dataset=data, shuffle=False)
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 0, 1, 2, 3, 4]
     assert batch.labels.tolist()[4] == IGNORED  # the first answer's last token
-    (batch,) = loader_of(dataset=data, shuffle=False, masks=masks.causal())
+    (batch,) = loader_of(dataset=data, shuffle=False, masks=[masks.causal(), masks.causal()])
     assert batch.labels.tolist()[4] == 5
     with pytest.raises(ConfigError, match="one for each of the 2 samples"):
         list(loader_of(dataset=data, masks=[None]))
+    with pytest.raises(ConfigError, match=r"would replace the dataset's masks, one per sample"):
+        loader_of(dataset=data, masks=masks.causal())
 
 
 def test_masks_that_the_dataset_has_replaced_are_refused() -> None:

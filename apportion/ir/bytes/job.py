@@ -121,12 +121,10 @@ class Job:
         """Raises ConfigError for a wrong number of batches, CapacityError if one is too large."""
         limit = 1 if self.packs else self.microbatches
         if not 1 <= len(batches) <= limit:
-            rule = f"must be 1 to {limit}: " + (
-                "the recipe packs all sequences of the iteration itself"
-                if self.packs
-                else "one per microbatch"
-            )
-            raise ConfigError("batches", f"{len(batches)} batches", rule, "regroup the sequences")
+            rule, remedy = "one per microbatch", f"give the job microbatches={len(batches)}"
+            if self.packs:
+                rule, remedy = "the recipe packs all sequences of the iteration itself", "pass them as one"
+            raise ConfigError("batches", f"{len(batches)} batches", f"must be 1 to {limit}: {rule}", remedy)
         capacity = self.tokens * (self.microbatches if self.packs else 1)
         for i, batch in enumerate(batches):
             if batch.tokens > capacity:

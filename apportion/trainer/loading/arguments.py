@@ -38,11 +38,19 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 
 
 def masks_of(dataset: Dataset, masks: Masks) -> Masks:
-    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks."""
-    value: Masks = getattr(dataset, "masks", None) if masks is None else masks
+    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, and for one mask
+    in place of the dataset's own of each sample."""
+    own: Masks = getattr(dataset, "masks", None)
+    value = own if masks is None else masks
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
         raise ConfigError("masks", value, rule, "write ap.masks.causal()")
+    if isinstance(masks, Mask | Mapping) and not isinstance(own, Mask | Mapping | None):
+        rule = (
+            "would replace the dataset's masks, one per sample, such as those of packed documents or of trees"
+        )
+        remedy = "leave it out, or give a list made from dataset.masks; trees have no windows: set the model's to None"
+        raise ConfigError("masks", masks, rule, remedy)
     return value
 
 

@@ -86,7 +86,7 @@ class LatentExpansion:
         if type(self.linear) is nn.Linear and len(heads) * size < self.linear.out_features:
             values = heads_of(self.linear, compressed, heads, size)
         else:
-            values = self.linear(compressed).view(len(compressed), -1, size)
+            values = self.linear(compressed).unflatten(-1, (-1, size))
             values = values if heads == tuple(range(values.shape[1])) else values[:, list(heads)]
         keys, v = split(values, [self.own, self.width], -1)
         return cat((keys, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v

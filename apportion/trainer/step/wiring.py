@@ -340,7 +340,8 @@ class Watch:
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
-        remedies = {"gradients": SUMS, "parameters": "make them equal before the first step"}
+        unused = "if some get no gradient, give DDP find_unused_parameters=True"
+        remedies = {"gradients": f"{SUMS}; {unused}", "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
             rate = sum(_rates(optimizer), 0.0)
