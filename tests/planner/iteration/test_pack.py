@@ -32,7 +32,8 @@ def microbatch_lists(packing: Packing) -> list[list[int]]:
 
 
 def check(packing: Packing, lengths: list[int], room: int) -> None:
-    """Every sequence once, none of the microbatches empty or above `room` tokens, indexes ascending."""
+    """Every sequence once, none of the microbatches empty or above `room` tokens; microbatches in the order of their
+    first sequences, indexes ascending."""
     sizes = np.array(lengths)
     packed = np.concatenate([*packing.microbatches, packing.deferred])
     assert sorted(packed.tolist()) == list(range(len(lengths)))
@@ -41,6 +42,8 @@ def check(packing: Packing, lengths: list[int], room: int) -> None:
         assert len(own) > 0
         assert sizes[own].sum() <= room
         assert (np.diff(own) > 0).all()
+    firsts = [int(own[0]) for own in packing.microbatches]
+    assert firsts == sorted(firsts)
 
 
 lengths_and_cap = st.lists(st.integers(1, 40), min_size=1, max_size=30).flatmap(

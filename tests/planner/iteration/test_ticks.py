@@ -98,6 +98,14 @@ def test_interleaved_tables_match_interleaved_1f1b(stages: int, microbatches: in
     assert tick_table(stages, microbatches, virtual, cap=virtual).ticks > table.ticks
 
 
+def test_the_last_chunk_goes_back_first() -> None:
+    """Under a low cap; in another order the first stage would wait once more."""
+    assert str(tick_table(2, 2, 2, cap=3)).splitlines() == [
+        "stage 0  F0a F1a F0b .   .   B0b F1b .   .   B1b B0a B1a",
+        "stage 1  .   F0a F1a F0b B0b .   .   F1b B1b B0a B1a .",
+    ]
+
+
 def fewest_ticks(stages: int, microbatches: int, cap: int) -> int:
     """The minimum, by breadth-first search over all same-phase schedules."""
     none, full = (0,) * stages, (microbatches,) * stages

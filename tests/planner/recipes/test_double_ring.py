@@ -135,6 +135,11 @@ def test_small_rings_of_holders_are_single_rings() -> None:
     assert pairs(double, "backward") == pairs(single, "backward")
 
 
+def test_short_rings_do_not_make_the_window_narrower() -> None:
+    plan = planned(Batch.from_lengths([96, 1]), 2, 4, double_ring("node", "holders"))
+    assert "departures" not in plan.report
+
+
 @pytest.mark.parametrize(
     ("ring", "text"),
     [

@@ -120,6 +120,12 @@ def test_faster_ranks_of_a_group_get_more_lone_sequences() -> None:
     assert time[[3, 7]].max() < time[[0, 1, 2, 4, 5, 6]].min()
 
 
+def test_early_sequences_fit_together_in_the_time_of_arrival() -> None:
+    batch, none, time = Batch.from_lengths([2, 4, 3, 2]), np.zeros(0, int), np.array([2, 5, 3, 1])
+    lone = LoneSequences(batch, 1, np.arange(4), none, np.zeros(4, int), time, np.ones(1), 4.0)
+    assert lone.early.tolist() == [False, False, True, True]
+
+
 # ---- rows
 
 

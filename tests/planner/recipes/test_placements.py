@@ -19,6 +19,7 @@ from apportion.planner.place.contiguous import Contiguous
 from apportion.planner.place.distca.placement import Distca
 from apportion.planner.place.flexsp import FlexSp
 from apportion.planner.place.hybrid import HybridDp, MegatronHybrid
+from apportion.planner.place.lpt import Lpt
 from apportion.planner.place.whole import Whole
 from apportion.planner.place.wlb import Wlb, busiest_us, query_pieces
 from apportion.planner.place.zeppelin import Zeppelin
@@ -190,6 +191,11 @@ def test_only_whole_and_hybrid_dp_consider_speeds() -> None:
     for placer in EVEN:
         slow, even = problem([16] * 40, 4, speeds=speeds), problem([16] * 40, 4)
         assert (owners(place(placer, slow)) == owners(place(placer, even))).all()
+
+
+def test_lpt_cuts_first_for_the_rank_with_the_least_work_over_speed() -> None:
+    made = problem([1, 9, 1], 2, speeds=(0.5, 1.0))
+    assert words(place(Lpt(), made)) == "a bbbbbbb aa b"
 
 
 def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length() -> None:

@@ -185,6 +185,13 @@ def test_a_ring_sends_only_to_its_neighbours() -> None:
     assert fetch["bytes"] == 3 * (64 - 8) * plan.request.model.row_bytes(Tensor.KV)
 
 
+def test_a_tree_goes_on_in_rank_order_from_the_home() -> None:
+    steps = {"shard": {"sequences": {}}, "place": {"contiguous": {}}, "schedule": {"matchings": {}}}
+    recipe = Recipe("mine", steps | {"route": {"tree": {"fanout": 1}}})
+    plan = ap.plan(Batch.from_lengths([64], masks.full()), Cluster(1, 4), model_of(LAYERS[0]), recipe)
+    assert pairs(plan, "forward") == {(rank, (rank + 1) % 4) for rank in range(4)}
+
+
 def test_usp_crosses_nodes_on_its_own_rail() -> None:
     plan = ap.plan(
         Batch.from_lengths([64, 32]),
