@@ -16,6 +16,7 @@ from apportion.ir import verify
 from apportion.ir.bytes import codec
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.masks import bands
+from apportion.ir.plan.tables import ProgramSet
 from tests.support import oracle
 from tests.support.moves import remap
 from tests.support.parse import parse
@@ -157,6 +158,13 @@ FAULTS = {  # name -> plan, text, replacement, error
         _ATTEND,
         r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]",
     ),
+    "a deadlock, a rank that skips an exchange of all": (
+        "q_moves",
+        "launch 1: send dQ.work[0:8) to 1, send dQ.work[8:16) to 2\n  wait 1\n",
+        "launch 1: send dQ.work[0:8) to 1, send dQ.work[8:16) to 2\n  wait 1\n"
+        "  launch 2 all_to_all:\n  wait 2\n",
+        r"rank 0, instruction 9 of 10: waits for ranks \[1, 2\]",
+    ),
     "read rows in flight": (
         "q_moves",
         f"wait 0\n  {_Q_ATTEND}",
@@ -210,6 +218,15 @@ def test_a_plan_that_cannot_run_is_an_error_with_rank_place_and_reason(fault: st
     plan = edited(name, old, new)
     with pytest.raises(ExecutionError, match=error):
         run(plan, plan.header.kinds[0], problem(plan))
+
+
+def test_entries_of_a_list_without_an_instruction_are_refused() -> None:
+    plan = load("clear")
+    program = plan.programs[plan.header.kinds[0], "forward"].rank(0)
+    count = len(tasks := program["tasks"])
+    more = tasks.take(np.array([*range(count), 0]), np.array([0, count + 1]))
+    with pytest.raises(ExecutionError, match="1 tasks belong to no instruction"):
+        compile_program(ProgramSet({**program.tables, "tasks": more}), plan.header)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

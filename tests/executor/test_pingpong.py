@@ -11,9 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from apportion import Batch, Cluster, Model, Plan, Policy, Recipe, Sequence, masks
+from apportion.backends.torch import pingpong
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.pingpong import Piece
+from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from tests.ranks import cases, jobs_pingpong as jobs
 from tests.ranks.rank_pool import Pool
@@ -159,6 +165,20 @@ def test_all_ranks_launch_the_rounds_of_both_halves_in_the_same_order(pool: Pool
 def small_pair(ranks: int = 2, name: str = "contiguous") -> tuple[Model, list[Plan]]:
     model = cases.model(2, "fp64")
     return model, pair_of_plans(Batch.from_lengths([30, 20, 9, 5]), name, ranks, model)
+
+
+def test_a_rank_without_tokens_serves_the_last_layer_first_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle = PlanHandle(api.plan(Batch.from_lengths([5]), Cluster(1, 1), cases.model(2), "fcp").for_rank(0))
+    pieces, order = (
+        [Piece(None, None, (), "default", Score(scale, None)) for scale in (1.0, 2.0)],
+        list[float](),
+    )
+    monkeypatch.setattr(pingpong, "run", lambda *call: order.append(call[-1].score.scale))
+    for phase in PHASES:
+        pingpong.serve(handle, phase, pieces, torch.device("cpu"))
+    assert order == [1.0, 2.0, 2.0, 1.0]
 
 
 def test_nothing_is_saved_without_gradients(pool: Pool) -> None:

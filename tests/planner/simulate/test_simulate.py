@@ -206,6 +206,15 @@ def test_a_round_waits_until_its_messages_are_posted() -> None:
     assert run.makespan_us == 43.0
 
 
+def test_the_busiest_rank_may_be_a_receiver() -> None:
+    run = forward(
+        "launch 0: receive Q.work[0:8) from 1, receive Q.work[8:16) from 2\nwait 0",
+        *["launch 0: send Q.home[0:8) to 0\nwait 0"] * 2,
+    )
+    total = int(run.received_bytes[0])
+    assert run.to_data()["bytes"] == {"total": total, "max_rank": total, "inter_node": run.inter_node_bytes}
+
+
 def test_gradients_are_cast_after_the_last_instruction() -> None:
     """64 rows: dQ of 4 numbers and dKV of 8, read and written in 8 bytes each."""
     first = "clear dQ.home[0:64)\nlaunch 0: send Q.home[0:8) to 1\nwait 0"
