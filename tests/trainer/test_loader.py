@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, count, islice
 from typing import Any
@@ -20,7 +22,8 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.arguments import check_kinds
-from apportion.trainer.loading.iterations import Iteration
+from apportion.trainer.loading.fetching import Fetched, Lookahead
+from apportion.trainer.loading.iterations import BatchBuilder, Iteration, Iterations
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_loader
 from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, planning, seen
@@ -88,6 +91,10 @@ def test_a_pack_step_redistributes_the_samples_of_an_iteration() -> None:
     assert all(len(b.tokens) <= 64 for b in batches)
     expected = chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
     assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(expected)
+    small = loader_of(
+        planning(job(microbatches=2, recipe="wlb")), Recorded(lengths), sampler=[[0, 1, 2], [3]]
+    )
+    assert len(small) == len([*small]) == 3  # a microbatch has at least one sample
     pack = {"wlb": {"defer": True, "outlier_tokens": 20}}
     steps = {**find_recipe("wlb").to_data()["steps"], "pack": pack}
     kwargs = planning(job(recipe={"name": "mine", "steps": steps}))
@@ -354,6 +361,19 @@ def test_a_late_iteration_is_planned_locally_counted_and_logged(caplog: pytest.L
     assert [text.split(":")[0] for text in lines] == ["iteration 1", "iteration 2"]
     for number, text in enumerate(lines, 1):
         assert f"no plan in time (iteration {number} is late)" in text
+
+
+def test_a_plan_that_arrives_restores_the_patience_for_later_ones() -> None:
+    iterations, waits = Iterations(BatchBuilder(job(), np.array([8]), None), [[0]]), list[float]()
+    with closing(Lookahead(HereSource(), iterations, 0, 0.4, Fetched)) as ahead:
+        for arrives in (False, False, True):
+            if arrives:
+                ahead.fetch(iterations.at(0))
+            begun_s = time.monotonic()
+            with pytest.raises(TimeoutError):
+                ahead.take(1)
+            waits.append(time.monotonic() - begun_s)
+    assert min(waits[0], waits[2]) >= 0.4
 
 
 def test_an_error_of_a_source_is_raised_at_its_iteration() -> None:

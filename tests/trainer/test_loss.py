@@ -7,6 +7,7 @@ import torch
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step.loss import IGNORED, normalised_loss
+from apportion.trainer.step.reduction import Reduction, check_reduction
 
 LABELS = torch.tensor([1, IGNORED, 3, 0, 6])
 
@@ -95,3 +96,11 @@ def test_float64_logits_keep_their_precision() -> None:
         got = normalised_loss(logits, LABELS, 4, weights=row_weights)
         torch.testing.assert_close(got, expected, atol=1e-15, rtol=1e-15)
     assert normalised_loss(logits.bfloat16(), LABELS, 4).dtype == torch.float32
+
+
+def test_a_loss_is_averaged_over_the_ranks_of_the_reduction_or_of_the_mean() -> None:
+    averages = Reduction("DDP", 2, sums=False)
+    for ranks in (2.0, 4.0):
+        check_reduction(averages, ranks, 4, ranks)
+    with pytest.raises(ConfigError, match="averaged_over = 3"):
+        check_reduction(averages, 3.0, 4, 3.0)

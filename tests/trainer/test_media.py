@@ -58,6 +58,16 @@ def test_worker_processes_read_images() -> None:
             np.testing.assert_array_equal(own, expected)
 
 
+def test_an_order_divides_the_rows_of_a_medium_between_runs_of_its_tokens() -> None:
+    orders = [np.arange(count) for *_, count in IMAGES]
+    orders[0] = np.roll(orders[0], -4)
+    images = jobs_media.media(orders=orders)
+    (batch,) = jobs_media.loader(Communicator.shared(), images, sampler=[[0]])
+    assert batch.feed.places.tolist() == [[2, 20, 4], [6, 0, 5], [20, 36, 25]]
+    assert batch.feed.rows.tolist() == [*range(2, 11), *range(20, 45)]
+    assert batch.feed.to("meta").rows.device.type == "meta"  # rows of the other feed are kept
+
+
 PLACES = [list(one[:2]) for one in IMAGES]
 SHIFTED, SHARED, OUTSIDE = [*PLACES[:-1], [7, 41]], [PLACES[0], [0, 10], *PLACES[2:]], [*PLACES[:-1], [8, 0]]
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -167,3 +167,7 @@ def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any],
 
 def test_gradients_that_only_some_ranks_have_are_summed(pool: Pool) -> None:
     assert pool.run(jobs_own_loop.one_sided, 2) == [[[[3.0, 3.0]], None]] * 2
+
+
+def test_gradients_that_an_optimizer_does_not_clear_do_not_hinder_others(pool: Pool) -> None:
+    assert pool.run(jobs_own_loop.one_stepped, 2) == [[[6.0, 6.0]]] * 2

@@ -43,6 +43,12 @@ def test_loss_masks_and_labels_of_a_sample_are_combined() -> None:
     assert batch.labels[batch.labels != IGNORED].tolist() == [15]
 
 
+def test_weights_of_tokens_without_a_label_do_not_count() -> None:
+    weights = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    batch = batch_of({"input_ids": TOKENS, "loss_weights": weights, "loss_mask": [0, 0, 1, 0, 1, 0, 0, 0]})
+    assert batch.total_weight == 2.0 + 8.0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -207,7 +213,9 @@ def test_a_stream_that_has_ended_resumes_with_the_next_epoch() -> None:
     assert samples_of(second) == []
     for loader in (first, second):
         loader.set_epoch(1)
-    assert samples_of(second) == samples_of(first) != []
+    third = stream_loader()
+    third.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert samples_of(third) == samples_of(second) == samples_of(first) != []
 
 
 def test_a_stream_drops_and_counts_overlong_samples() -> None:

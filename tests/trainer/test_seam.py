@@ -283,9 +283,10 @@ def test_groups_get_iterations_in_turn_and_equal_numbers_of_microbatches(
 
 def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:
     sampler = [[[0], [1]], [[2]]]
-    options = [{"sampler": sampler[:1]}] * 4 + [{"sampler": sampler}] * 4
-    errors = pool.errors(jobs_seam.groups, 8, each=options)
-    assert all("groups are not in step" in message and "group 0: [0, " in message for message in errors)
+    for other in (sampler[:1], [[[0, 1]], [[2]]]):
+        options = [{"sampler": other}] * 4 + [{"sampler": sampler}] * 4
+        errors = pool.errors(jobs_seam.groups, 8, each=options)
+        assert all("groups are not in step" in message and "group 0: [0, " in message for message in errors)
 
 
 def test_groups_that_draw_from_different_orders_all_fail(pool: Pool) -> None:
