@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 
@@ -17,6 +18,10 @@ def die(request: bytes) -> Completion:
 def hang(request: bytes) -> Completion:
     time.sleep(600)
     raise AssertionError
+
+
+def address_space(request: bytes) -> Completion:
+    return Completion(str(resource.getrlimit(resource.RLIMIT_AS)[0]).encode(), 0.0)
 
 
 def hog(request: bytes) -> Completion | Refusal:

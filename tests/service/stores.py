@@ -30,5 +30,7 @@ def redis_server(folder: Path) -> Iterator[str]:
             with suppress(StoreError):
                 open_store(url).close()
                 break
-        yield url
-        process.terminate()
+        try:
+            yield url
+        finally:
+            process.terminate()

@@ -171,6 +171,15 @@ def test_a_plan_that_is_not_ready_in_time_is_an_error(client_of: Clients) -> Non
         client_of(server.url).fetch(KEY, 0, 0.3)
 
 
+def test_a_server_is_asked_to_answer_within_half_of_the_timeout(
+    slices: Sequence[bytes], client_of: Clients
+) -> None:
+    with small_server(respond_in_turn(answer(slices[0]))) as server:
+        client_of(server.url, timeout_s=BUSY_S).fetch(KEY, 0, 5 * BUSY_S)
+    wait_s = float(server.requests[0].split(b"wait_s=")[1].split()[0])
+    assert BUSY_S / 4 < wait_s <= BUSY_S / 2
+
+
 @pytest.mark.parametrize(
     ("rank", "ranks", "body"),
     [(0, None, None), (1, 3, None), (1, None, b"<html>"), (1, None, b"\x28\xb5\x2f\xfd")],

@@ -23,7 +23,7 @@ from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Folder, StoreError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from apportion.service.workers.work import plan_file
-from tests.service.faults import die, hang, hog
+from tests.service.faults import address_space, die, hang, hog
 from tests.service.requests import RANKS, Request
 
 
@@ -133,6 +133,14 @@ def test_a_request_that_kills_workers_is_refused(work: Any, type: str) -> None:
             assert (await healthy)[1:].startswith(b"\xa6format")
 
         run(workers, test)
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def test_the_memory_of_a_worker_is_in_addition_to_its_size_at_start() -> None:
+    workers = ProcessExecutor(1, memory_bytes=64 << 20)
+    try:
+        assert int(workers.submit(address_space, b"").result(60.0).data) > 96 << 20
     finally:
         workers.shutdown(cancel_futures=True)
 

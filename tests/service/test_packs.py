@@ -38,6 +38,12 @@ def test_a_pack_has_the_slices_of_all_ranks_and_the_request(pack: Pack) -> None:
     assert REQUEST.pack().data == pack.data  # equal requests, equal bytes
 
 
+def test_a_pack_without_ranks_is_refused() -> None:
+    data = Pack.encode(REQUEST.key, bytes(32), {}, REQUEST.data, []).data
+    with pytest.raises(DecodeError, match="1 sizes and 1 digests"):
+        Pack.decode(data)
+
+
 def test_a_slice_is_read_without_the_others(pack: Pack) -> None:
     read_sizes: list[int] = []
     big = pack.data + bytes(1 << 20)  # bytes after the pack are not read either

@@ -59,6 +59,13 @@ def test_every_iteration_of_every_epoch_is_planned(tmp_path: Path, workers: Proc
     assert record == origin(JOB, LENGTHS, None, all_work.sampling) | {"iterations": 8}
 
 
+def test_equal_iterations_are_planned_together_and_all_counted(
+    tmp_path: Path, workers: ProcessExecutor
+) -> None:
+    summary = precompute(Work(JOB, np.full(12, 300), None, 8), tmp_path, workers, 2)
+    assert summary.packs < summary.planned == summary.iterations == 8
+
+
 class DyingExecutor(Executor):
     """Plans in this process, after `deaths` failures of a worker."""
 

@@ -68,6 +68,13 @@ def test_tenants_share_worker_time_regardless_of_their_number_of_requests(clock:
     assert order(schedule, 1.0)[:10].count("f") == 5
 
 
+def test_a_tenant_without_waiting_requests_has_an_even_share_too(clock: Clock) -> None:
+    schedule = Schedule(1, clock)
+    schedule.add(entry("m", tenant="many"))
+    assert schedule.share("few") == (0, 0, 1 / 2)
+    assert schedule.share("many") == (1, 0, 1.0)
+
+
 def test_past_worker_time_of_a_tenant_is_forgotten(clock: Clock) -> None:
     schedule = Schedule(1, clock)
     schedule.record_time(entry("x", tenant="a"), 100.0)

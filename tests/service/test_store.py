@@ -230,5 +230,10 @@ def test_a_full_redis_is_reported_although_it_can_be_read(tmp_path: Path, packs:
             assert store.get(packs[0].key).data == packs[0].data
             assert "maxmemory" in store.problem()
             client.config_set("maxmemory", 0)
-        store.put(packs[1])
+            store.put(packs[1])
+            assert store.problem() is None
+            client.hset(f"apportion:{__version__}:{packs[2].key.hex()}", "other", "type")
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            store.get(packs[2].key)
+        store.put(packs[2])  # ends the report of a read, too
         assert store.problem() is None
