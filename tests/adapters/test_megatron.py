@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from tests.adapters import jobs_megatron
     from tests.adapters.jobs_megatron import Case, OwnGPTModel
 
-CLOSE = 5e-7
+LOSS, GRADIENT = 1e-6, 4e-6  # absolute: some roundings of losses of 3; CPUs differ in the order of sums
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
@@ -71,11 +71,11 @@ def test_losses_and_gradients_equal_own_attention(ranks: Any, size: Any, case: A
     expected, gradients = own(ranks, case)
     results = ranks[size].run(jobs_megatron.train, size, False, case)
     for losses, _ in results:
-        assert losses == pytest.approx(expected, abs=CLOSE) or losses == [None] * case.steps
+        assert losses == pytest.approx(expected, abs=LOSS) or losses == [None] * case.steps
     assert any(losses[0] is not None for losses, _ in results)
     if case.tp == case.pp == 1:
         for name, gradient in gradients.items():
-            np.testing.assert_allclose(results[0][1][name], gradient, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(results[0][1][name], gradient, atol=GRADIENT, err_msg=name)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 64}
@@ -105,7 +105,7 @@ def test_router_bias_equals_one_rank(ranks: Any) -> None:
     losses, results = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
     assert losses == pytest.approx(expected, abs=1e-6)
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(results[name], gradient, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(results[name], gradient, atol=GRADIENT, err_msg=name)
 
 
 def test_bf16(ranks: Any) -> None:
