@@ -314,8 +314,8 @@ def one_sided(comm: Communicator) -> list[list[list[float]] | None]:
 def one_stepped(comm: Communicator) -> list[list[float]]:
     """The summed gradient of a layer in its second step; a second layer has kept its sums from the first."""
     layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
-    for used in (layers, layers[:1]):
+    for count in (2, 1):
         layers[0].zero_grad()
-        sum(layer(torch.ones(3, 2)).sum() for layer in used).backward()
+        torch.stack([layer(torch.ones(3, 2)).sum() for layer in layers][:count]).sum().backward()
         ap.sum_gradients(layers, comm._groups[0])
     return layers[0].weight.grad.tolist()
