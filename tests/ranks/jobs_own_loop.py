@@ -318,4 +318,5 @@ def one_stepped(comm: Communicator) -> list[list[float]]:
         layers[0].zero_grad()
         torch.stack([layer(torch.ones(3, 2)).sum() for layer in layers][:count]).sum().backward()
         ap.sum_gradients(layers, comm._groups[0])
-    return layers[0].weight.grad.tolist()
+    first: Any = layers[0]
+    return first.weight.grad.tolist()
