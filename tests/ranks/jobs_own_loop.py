@@ -311,6 +311,34 @@ def one_sided(comm: Communicator) -> list[list[list[float]] | None]:
     return [None if one.grad is None else one.grad.tolist() for one in layers.parameters()]
 
 
+def with_no_rows_at_last(comm: Communicator) -> int:
+    """Trains an iteration whose last microbatch has one token; returns this rank's rows of it."""
+    model, options = Own("", (None, None)), planning(replace(job(2, 100, 2), model=MODEL))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for b in PlannedLoader(Recorded(), **options, communicator=comm, sampler=[[[5, 0], [3]]]):
+        _loss(_logits(model, "", b), b, "", 1, 2, model).backward()
+    ap.sum_gradients(model, comm._base)
+    optimizer.step()
+    return len(b.tokens)
+
+
+def unfrozen(comm: Communicator) -> None:
+    """Unfreezes a parameter, of which DDP does not know, after the second step, whose gradients are compared; the next
+    would be the fourth."""
+    model = Own("", (None, None))
+    model.table.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = _wrapped(model, comm, "", "ddp summed")
+    for step in range(3):
+        model.table.requires_grad_(step == 2)
+        for b in PlannedLoader(
+            Recorded(), **planning(replace(job(2, 66, 2), model=MODEL)), communicator=comm
+        ):
+            _loss(_logits(wrapped, "", b), b, "", 1, 2, model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def one_stepped(comm: Communicator) -> list[list[float]]:
     """The summed gradient of a layer in its second step; a second layer has kept its sums from the first."""
     layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))

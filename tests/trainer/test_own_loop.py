@@ -47,6 +47,10 @@ def test_correct_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
     assert pool.run(jobs_own_loop.trained, 2, loop) == ["", ""]
 
 
+def test_a_rank_may_have_no_rows_in_the_last_microbatch(pool: Pool) -> None:
+    assert sorted(pool.run(jobs_own_loop.with_no_rows_at_last, 2)) == [0, 1]
+
+
 @pytest.mark.parametrize("net", sparse(["fsdp", "dropout", "kept statistics"], 3))
 def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
     found, expected = (pool.run(jobs_own_loop.weights, 2, net, checks) for checks in (True, False))
@@ -163,6 +167,11 @@ SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped 
 def test_wrong_loops_fail_in_their_first_steps(pool: Pool, loop: dict[str, Any], message: str) -> None:
     for found in pool.run(jobs_own_loop.trained, 2, loop):
         assert re.match(message, found), found
+
+
+def test_ranks_are_compared_again_when_parameters_are_unfrozen(pool: Pool) -> None:
+    for error in pool.errors(jobs_own_loop.unfrozen, 2):
+        assert re.match(f"{DIFFER}.*unfreeze before wrapping", error), error
 
 
 def test_gradients_that_only_some_ranks_have_are_summed(pool: Pool) -> None:

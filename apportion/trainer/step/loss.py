@@ -63,7 +63,7 @@ def checked_labels(
         watch.divisor = float(valid_tokens)
         for microbatch in watch.batches if batch is None else ():
             microbatch.check_other_labels(labels, watch.divisor)
-        if batch is not None and weights is not None and weights.numel() == len(batch.labels):
+        if batch is not None and weights is not None and 0 < weights.numel() == len(batch.labels):
             watch.multiple = batch.check_weights(weights)
     return batch, _rows("labels", labels, rows), None if weights is None else _rows("weights", weights, rows)
 
@@ -90,9 +90,14 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
 
 def batch_of(labels: Tensor) -> Microbatch | None:
     """The batch whose labels these are, as a view or else (until ranks have been compared) as a copy, of the newest
-    batch: several may have only ignored labels. Raises ConfigError for the batch's tokens, and for labels that are
-    shifted twice."""
-    newest_first = [*wiring.watch.batches][::-1] if labels.numel() and not is_compiling() else []
+    batch: several may have only ignored labels, or none. Raises ConfigError for the batch's tokens, and for labels that
+    are shifted twice."""
+    newest_first = [] if is_compiling() else [*wiring.watch.batches][::-1]
+    if not labels.numel():
+        without_rows = [batch for batch in newest_first if not batch.labels.numel()]
+        return next(
+            (batch for batch in without_rows if batch.labels is labels), next(iter(without_rows), None)
+        )
     for batch in newest_first:
         if _is_view_of(labels, batch.tokens):
             rule = "are the rows' inputs, not the tokens that they predict"

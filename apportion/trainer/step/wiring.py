@@ -93,6 +93,9 @@ class Watch:
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._trained: WeakKeyDictionary[Any, int] = (
+            WeakKeyDictionary()
+        )  # number of parameters with gradients
         self._samples: Any = WeakIdKeyDictionary()  # shard -> `_sample` of its gradient as it was reduced
         self._sample_hooks: list[Any] = []  # hooks that do this
 
@@ -265,7 +268,10 @@ class Watch:
         self._check_place()
         if self._transports:
             self.owners.update(dict.fromkeys(owned, ref(optimizer)))
-            steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+            trained = sum(param.requires_grad for param in params)
+            steps, before = self._steps.get(optimizer, 0) + 1, self._trained.get(optimizer, trained)
+            steps = steps if trained == before else 1  # compared anew
+            self._steps[optimizer], self._trained[optimizer] = steps, trained
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(optimizer, params)
             self._samples.clear()
@@ -340,7 +346,7 @@ class Watch:
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
-        unused = "if some get no gradient, give DDP find_unused_parameters=True"
+        unused = "if some get no gradient, give DDP find_unused_parameters=True; unfreeze before wrapping"
         remedies = {"gradients": f"{SUMS}; {unused}", "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
