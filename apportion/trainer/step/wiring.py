@@ -93,9 +93,8 @@ class Watch:
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
         self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._trained: WeakKeyDictionary[Any, int] = (
-            WeakKeyDictionary()
-        )  # number of parameters with gradients
+        # number of an optimizer's parameters that require gradients
+        self._trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._samples: Any = WeakIdKeyDictionary()  # shard -> `_sample` of its gradient as it was reduced
         self._sample_hooks: list[Any] = []  # hooks that do this
 
