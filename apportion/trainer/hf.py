@@ -334,9 +334,9 @@ def loader(
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, like `normalised_loss`. If
-    samples have `loss_weights`, which the model's loss would ignore, there are no labels, and so no such loss. A model
-    that is not enabled refuses the kwargs, and the first optimizer step raises ExecutionError if no attention has used
-    the plan."""
+    samples have `loss_weights`, which the model's loss would ignore, labels are left out, and the model computes none.
+    A model that is not enabled refuses the kwargs, and the first optimizer step raises ExecutionError if no attention
+    has used the plan."""
     wiring.watch.expect(batch.handle)
     batch.check_unchanged()
     rows = batch.tokens, batch.position_ids, batch.labels

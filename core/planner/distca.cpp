@@ -198,8 +198,8 @@ class Migration {
 
   // ---- the best share
 
-  // The bytes to send for `rows` of a pair to server `to`. For a head and its mirror image only the head's rows count, as in the
-  // authors' code.
+  // The bytes to send for `rows` of a pair to server `to`. For a head and its mirror image only the head's rows count,
+  // as in the authors' code.
   double price(const Pair& pair, Range rows, int64_t to) const {
     const double queries = real(holding_.missing_queries(pair, rows, to));
     const int64_t keys = holding_.missing_keys(pair, rows, to, rules_.kv_free);

@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from apportion.backends.torch.kernels.recurrent import normalised
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
+from apportion.ir.masks.specs import causal
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.ticks import tick_table
@@ -136,6 +137,7 @@ class Case:
     folder: str = ""  # for saving and resuming a run
     rows: int = 1  # ranks pad their rows to a multiple of this
     weighted: bool = False  # whether samples have loss weights
+    masked: bool = False  # whether the dataset has masks
     ping_pong: bool = False
     ticks: bool = False  # whether all stages compute the attention of each tick
     apart: bool = False  # whether tensor-parallel ranks and stages read different tokens
@@ -262,6 +264,12 @@ class WeightedDocuments(Documents):
         return {"input_ids": tokens, "loss_weights": 0.25 + np.arange(len(tokens)) % 4}
 
 
+class MaskedDocuments(Documents):
+    @property
+    def masks(self) -> Any:
+        return [causal()] * len(self)
+
+
 def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
     if case.ticks:
@@ -277,6 +285,7 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
     dataset = WeightedDocuments() if case.weighted else Apart() if case.apart else documents()
+    dataset = MaskedDocuments() if case.masked else dataset
     return planned_loader(dataset, config, **planning_of(job), rows_multiple=case.rows)
 
 

@@ -165,6 +165,7 @@ def test_a_killed_run_resumes_within_a_pass(ranks: Any, tmp_path: Path) -> None:
             Case(spec="block", tp=2, options={**EXPERTS, "expert_tensor_parallel_size": 1}),
             "expert_tensor_parallel_size = 1: Megatron would not sum experts' gradients",
         ),
+        (Case(model="gpt_oss", masked=True), "give a mask of each kind"),
         (Case(unscaled=True), "model = 'Unscaled': does not divide gradients"),
         (Case(spec="own core"), "OwnCore.forward = "),
         (Case(spec="own layer", microbatches=2, ping_pong=True), "OwnLayer._forward_attention = "),

@@ -171,10 +171,8 @@ def test_a_rank_without_tokens_serves_the_last_layer_first_in_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handle = PlanHandle(api.plan(Batch.from_lengths([5]), Cluster(1, 1), cases.model(2), "fcp").for_rank(0))
-    pieces, order = (
-        [Piece(None, None, (), "default", Score(scale, None)) for scale in (1.0, 2.0)],
-        list[float](),
-    )
+    pieces = [Piece(None, None, (), "default", Score(scale, None)) for scale in (1.0, 2.0)]
+    order = list[float]()
     monkeypatch.setattr(pingpong, "run", lambda *call: order.append(call[-1].score.scale))
     for phase in PHASES:
         pingpong.serve(handle, phase, pieces, torch.device("cpu"))
@@ -219,12 +217,13 @@ def test_wrong_calls_are_described(pool: Pool, case: str, expected: str) -> None
         assert expected in error
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp", "summed ddp"])
 def test_data_parallel_wrappers(pool: Pool, wrapper: str) -> None:
-    """If the wrapped module makes the call, gradients are means over ranks."""
+    """If the wrapped module makes the call, gradients are means over ranks, or sums."""
     model, plans = small_pair()
     halves = halves_of(plans)
     plain_gradients = pool.run(jobs.wrapped, 2, None, model, each=halves)
-    mean = [np.mean(grads, axis=0) for grads in zip(*plain_gradients, strict=True)]
+    reduce = np.sum if wrapper == "summed ddp" else np.mean
+    expected = [reduce(grads, axis=0) for grads in zip(*plain_gradients, strict=True)]
     for gradients in pool.run(jobs.wrapped, 2, wrapper, model, each=halves):
-        assert_close(gradients, mean)
+        assert_close(gradients, expected)

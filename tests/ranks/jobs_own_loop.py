@@ -323,8 +323,7 @@ def with_no_rows_at_last(comm: Communicator) -> int:
 
 
 def unfrozen(comm: Communicator) -> None:
-    """Unfreezes a parameter, of which DDP does not know, after the second step, whose gradients are compared; the next
-    would be the fourth."""
+    """Unfreezes a parameter, which DDP does not reduce, after step 2; steps 1, 2 and 4 would be compared anyway."""
     model = Own("", (None, None))
     model.table.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from apportion import Model, PingPongLayer, ping_pong, ping_pong_attention
+from apportion import Model, PingPongLayer, ping_pong, ping_pong_attention, sum_gradients
 from apportion.backends.interp import Step
 from apportion.backends.torch.executor import TaskMachine, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
@@ -181,8 +181,9 @@ def wrapped(comm: Communicator, wrapper: str | None, model: Model, halves: Halve
         from torch.distributed.fsdp import fully_shard
 
         called = fully_shard(stack, mesh=DeviceMesh.from_group(comm._groups[0], "cpu"))
-    elif wrapper == "ddp":
+    elif wrapper is not None:
         called = nn.parallel.DistributedDataParallel(stack, process_group=comm._groups[0])
+        called = sum_gradients(called) if wrapper == "summed ddp" else called
     ping, pong = called(*(torch.from_numpy(hidden) for _, hidden in halves), *handles)
     (ping.square().sum() + 2 * pong.square().sum()).backward()
     grads = [weight.grad for weight in stack.parameters()]

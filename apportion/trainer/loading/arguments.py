@@ -38,8 +38,8 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 
 
 def masks_of(dataset: Dataset, masks: Masks) -> Masks:
-    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, and for one mask
-    in place of the dataset's own of each sample."""
+    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, and for a single
+    mask that would replace the dataset's masks, one per sample."""
     own: Masks = getattr(dataset, "masks", None)
     value = own if masks is None else masks
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
@@ -49,7 +49,7 @@ def masks_of(dataset: Dataset, masks: Masks) -> Masks:
         rule = (
             "would replace the dataset's masks, one per sample, such as those of packed documents or of trees"
         )
-        remedy = "leave it out, or give a list made from dataset.masks; trees have no windows: set the model's to None"
+        remedy = "leave it out, or pass a list made from dataset.masks; for trees, disable the model's sliding window"
         raise ConfigError("masks", masks, rule, remedy)
     return value
 

@@ -269,7 +269,7 @@ class Watch:
             self.owners.update(dict.fromkeys(owned, ref(optimizer)))
             trained = sum(param.requires_grad for param in params)
             steps, before = self._steps.get(optimizer, 0) + 1, self._trained.get(optimizer, trained)
-            steps = steps if trained == before else 1  # compared anew
+            steps = steps if trained == before else 1  # DDP does not reduce what is unfrozen later
             self._steps[optimizer], self._trained[optimizer] = steps, trained
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(optimizer, params)
@@ -345,7 +345,7 @@ class Watch:
             if model_params.keys() & by_id.keys():
                 by_id |= model_params  # frozen ones too
                 buffers |= {id(tensor): tensor for tensor in _buffers(model)}
-        unused = "if some get no gradient, give DDP find_unused_parameters=True; unfreeze before wrapping"
+        unused = "if some parameters get no gradient, pass find_unused_parameters=True to DDP; unfreeze before wrapping"
         remedies = {"gradients": f"{SUMS}; {unused}", "parameters": "make them equal before the first step"}
         remedies["buffers"] = "sum over ranks what each computes from its own rows"
         for transport in self._transports:
