@@ -165,7 +165,8 @@ def run_halves(
 class Epochs:
     """A loader in epochs of equal length and optimizer steps of equal numbers of microbatches, as trainers expect.
 
-    accumulated: microbatches of an optimizer step, None for evaluation, where every epoch is a whole pass.
+    accumulated: microbatches of an optimizer step, None for evaluation, where every epoch is a whole pass over all
+    samples, also of the loader that is being trained on.
     valid_tokens: labels so far in this epoch, on all ranks. Raises ConfigError if steps do not fit iterations."""
 
     loader: PlannedLoader
@@ -173,7 +174,10 @@ class Epochs:
     valid_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._length = len(self.loader)
+        if self.accumulated is None:
+            self.loader = self.loader._for_evaluation()
+        with torch.set_grad_enabled(self.accumulated is not None):
+            self._length = len(self.loader)
         if self.accumulated is not None and self._length % self.accumulated:
             rule = f"an epoch of {self._length} microbatches is not a whole number of steps"
             remedy = "accumulate the loader's number of microbatches, and give the loader drop_last=True"
@@ -188,7 +192,8 @@ class Epochs:
         batches, self.valid_tokens = self._pass(), 0
         try:
             for _ in range(len(self)):
-                batch = next(batches)
+                with torch.set_grad_enabled(self.accumulated is not None):
+                    batch = next(batches)
                 self._check(batch)
                 self.valid_tokens += batch.valid_tokens if batch.is_last else 0
                 yield batch
@@ -198,11 +203,7 @@ class Epochs:
             self.loader.load_state_dict(state)
 
     def _pass(self) -> Generator[PlannedBatch, None, None]:
-        if self.accumulated is not None:
-            return endless(self.loader)
-        loader = copy(self.loader)  # evaluation may use the loader that is being trained on
-        loader.set_epoch(loader.state_dict()["epoch"], start=0)
-        return iter(loader)
+        return iter(copy(self.loader)) if self.accumulated is None else endless(self.loader)
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):

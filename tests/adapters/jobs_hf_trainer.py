@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import apportion as ap
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.cluster import Cluster
@@ -131,13 +133,18 @@ def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = (
     return logs(trainer)
 
 
-def evaluate(comm: Communicator, folder: Path) -> Any:
-    """Two evaluation losses of an untrained model, and the number of batches."""
+def evaluate(comm: Communicator, folder: Path, groups: int = 1, microbatches: int = 1) -> Any:
+    """Two evaluation losses of an untrained model, and the number of batches. groups: of ranks, which share the
+    samples."""
     set_rank_environment(comm)
-    model = hf.enable(new_model("llama"))
-    evaluation = hf_jobs.loader(model, comm.ranks, lengths=EVAL_LENGTHS, tokens=40, drop_last=False)
+    model, ranks = hf.enable(new_model("llama")), comm.ranks // groups
+    mesh = init_device_mesh("cpu", (groups, ranks))
+    replicas = mesh.get_group(0) if groups > 1 else None
+    options: Any = {"microbatches": microbatches, "replicas": replicas}
+    group = ap.Communicator(mesh.get_group(1))
+    evaluation = hf_jobs.loader(model, ranks, group, EVAL_LENGTHS, 120 // ranks, **options)
     trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=evaluation)
-    return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(evaluation)
+    return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(trainer.get_eval_dataloader())
 
 
 def mean_alone(comm: Communicator) -> Any:

@@ -34,8 +34,11 @@ def test_mixed_precision(pool: Any, alone: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(logged["grad_norm"], expected["grad_norm"], rtol=2e-2)
 
 
-def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Path) -> None:
-    ((first, second), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
+@pytest.mark.parametrize(("groups", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_evaluation_is_the_mean_over_tokens(
+    groups: int, microbatches: int, pool: Any, alone: Any, tmp_path: Path
+) -> None:
+    ((first, second), count), *_ = pool.run(jobs.evaluate, 4, tmp_path, groups, microbatches)
     (expected,) = alone.run(jobs.mean_alone, 1)
     assert count > 1  # batches of different numbers of tokens
     assert first == second

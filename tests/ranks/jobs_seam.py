@@ -106,7 +106,10 @@ def padded(
 
 
 def groups(
-    comm: Communicator, options: dict[str, Any], dataset: Recorded | Broken | None = None
+    comm: Communicator,
+    options: dict[str, Any],
+    dataset: Recorded | Broken | None = None,
+    evaluates: bool = False,
 ) -> list[tuple[float | list[Any], ...]] | None:
     """The content of each batch, with labels and weights counted over all, if two groups of four ranks share a job."""
     group, place = divmod(comm.rank, 4)
@@ -116,10 +119,11 @@ def groups(
     group = ap.Communicator(own_group)
     loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
-    return [
-        (b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist(), b.total_weight)
-        for b in loader
-    ]
+    with torch.set_grad_enabled(not evaluates):
+        return [
+            (b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist(), b.total_weight)
+            for b in loader
+        ]
 
 
 def passed(comm: Communicator, dataset: Recorded, arguments: dict[str, Any], sampler: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 import apportion as ap
 from apportion import ConfigError, ExecutionError, PlannedLoader, masks
 from apportion.trainer.loading import metrics
-from apportion.trainer.loading.iterations import Draw
+from apportion.trainer.loading.iterations import Draw, Repeated
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_seam
 from tests.ranks.jobs_seam import Broken
@@ -279,6 +279,33 @@ def test_groups_get_iterations_in_turn_and_equal_numbers_of_microbatches(
     epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
     for group in range(groups):
         assert [int(dealt[0][0]) for dealt in Draw(None, None, 0, group, groups).share(epoch)] == own[group]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "own"),
+    [
+        ([2, 2, 2, 2], [["0", "2"], ["1", "3"]]),
+        ([2, 2, 2, 1], [["0", "2", "3"], ["1", "2 again", "3 again"]]),
+        ([2, 2, 1], [["0", "2"], ["1", "2 again"]]),
+        ([1], [["0"], ["0 again"]]),
+    ],
+)
+def test_an_evaluation_completes_the_last_round_with_repeated_iterations(
+    iterations: list[int], own: list[list[str]]
+) -> None:
+    epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
+    for group in range(2):
+        dealt = Draw(None, None, 0, group, 2, completes=True).share(epoch)
+        assert [f"{part[0][0]}{' again' * isinstance(part, Repeated)}" for part in dealt] == own[group]
+
+
+def test_an_evaluation_by_groups_covers_all_samples(pool: Pool) -> None:
+    sizes = [50] * 9  # microbatches of one sample, two an iteration, and one that is left
+    results = pool.run(jobs_seam.groups, 8, {"shuffle": False}, Recorded(sizes), True)
+    first, other = results[0], results[4]
+    assert sorted(sample for b in first + other for sample in b[4]) == [*range(len(sizes))]
+    assert [b[:4] for b in first] == [b[:4] for b in other]
+    assert sum(b[3] for b in first if b[2]) == sum(size - 1 for size in sizes)
 
 
 def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:

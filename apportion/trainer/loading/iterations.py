@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from reprlib import Repr
 from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,12 +34,13 @@ _SHORT.maxlist = 64  # maximum number of samples per microbatch in an error
 @dataclass(frozen=True)
 class Iteration:
     """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: the batches to
-    plan, one per microbatch, or a single one if the recipe packs."""
+    plan, one per microbatch, or a single one if the recipe packs. repeats: see `Repeated`."""
 
     job: Job
     number: int
     samples: tuple[Ints, ...]
     batches: tuple[Batch, ...]
+    repeats: bool = False
 
     @cached_property
     def key(self) -> bytes:
@@ -113,7 +114,7 @@ class BatchBuilder:
 
             samples, batches = ticks_of(self.table, samples, batches, self.job.ranks, self.kinds)
         self.job.check(batches)
-        return Iteration(self.job, number, samples, batches)
+        return Iteration(self.job, number, samples, batches, isinstance(drawn, Repeated))
 
     def microbatches(self, number: int, drawn: Any) -> int:
         """The number of microbatches of an iteration. Raises ConfigError."""
@@ -141,12 +142,16 @@ class BatchBuilder:
         return integers(name, array, 0, len(self.lengths) - 1)
 
 
+class Repeated(list[Ints]):
+    """Microbatches of another group, which this group runs too, without labels, so that all groups run equally many."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
     group, groups: takes every `groups`-th iteration of the order, starting at `group`; in each round all groups get the
-    same number of microbatches, and an incomplete last round is dropped. least: iterations with fewer microbatches are
-    dropped. Raises ConfigError if nothing remains."""
+    same number of microbatches, and an incomplete last round is dropped, or completed if `completes`. least: iterations
+    with fewer microbatches are dropped. Raises ConfigError if nothing remains."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
@@ -154,6 +159,7 @@ class Draw:
     group: int = 0
     groups: int = 1
     least: int = 0
+    completes: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         if self.sampling is not None:
@@ -165,8 +171,11 @@ class Draw:
 
     def share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         """The group's iterations."""
-        rounds = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
-        return [round_[self.group] for round_ in rounds if len({len(iteration) for iteration in round_}) == 1]
+        rounds = (epoch[first : first + self.groups] for first in range(0, len(epoch), self.groups))
+        alike = [[*part] for round_ in rounds for _, part in groupby(round_, len)]
+        if self.completes:
+            alike = [part + [Repeated(part[0])] * (self.groups - len(part)) for part in alike]
+        return [part[self.group] for part in alike if len(part) == self.groups]
 
     def _group_share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         iterations = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]

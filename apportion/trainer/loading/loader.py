@@ -114,7 +114,9 @@ class PlannedLoader:
 
     replicas: if several groups of ranks train together (data parallel over context parallel), a process group of the
     ranks in this rank's position in each; `communicator` has the ranks of its own group. Iterations of the default
-    order are dealt to the groups in turn, and `valid_tokens` counts all groups.
+    order are dealt to the groups in turn, and `valid_tokens` counts all groups. An incomplete last round is dropped; in
+    a pass under `torch.no_grad()`, groups without an iteration run another's again, without labels, sample numbers and
+    `samples`, so that an evaluation covers all samples.
 
     rows_multiple: every rank's rows are padded to a multiple of it, at least one; padding has no labels and changes
     neither loss nor gradients. envelope: sizes to which rows, and buffers and tables of calls, are padded, so that they
@@ -347,7 +349,15 @@ class PlannedLoader:
                     group = ()
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._group, self._least)
+        completes = not torch.is_grad_enabled()
+        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._group, self._least, completes)
+
+    def _for_evaluation(self) -> PlannedLoader:
+        """A copy that begins each pass at the first iteration of its epoch, and drops none."""
+        other = copy(self)
+        other.set_epoch(self._place.epoch, start=0)
+        other._least = 0
+        return other
 
     # ---- a pass
 
@@ -455,7 +465,7 @@ class PlannedLoader:
                 handle=handle,
                 microbatch=index,
                 is_last=index == len(handles) - 1,
-                samples=samples,
+                samples=samples[:0] if iteration.repeats else samples,
                 batch=batch,
                 **self._encoder_share(handle, batch, samples, encoded),
             )

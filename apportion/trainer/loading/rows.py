@@ -196,7 +196,11 @@ def rows_of(
         def read(sequence: int, samples: Ints = samples) -> Sample:
             return dataset[int(samples[sequence])]
 
-        yield local_rows(part, batch, read, samples, form, begins and number == 0)
+        rows = local_rows(part, batch, read, samples, form, begins and number == 0)
+        if iteration.repeats:
+            labels, ids = torch.full_like(rows.labels, IGNORED), torch.full_like(rows.sample_ids, NOWHERE)
+            rows = rows._replace(labels=labels, sample_ids=ids)
+        yield rows
 
 
 def _shared(
