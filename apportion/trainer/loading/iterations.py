@@ -178,11 +178,13 @@ class Draw:
         return [part[self.group] for part in alike if len(part) == self.groups]
 
     def _group_share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        iterations = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
+        share = self.share(epoch)
+        iterations = [iteration for iteration in share if len(iteration) >= self.least]
         if epoch and not iterations:
+            name, value = ("drop_last", True) if share else ("replicas", f"{self.groups} groups")
             rule = f"leaves no iteration of the epoch's {len(epoch)} for {self.groups} groups of ranks"
             remedy = "give more samples, or fewer microbatches per iteration"
-            raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
+            raise ConfigError(name, value, rule, remedy)
         return iterations
 
 
