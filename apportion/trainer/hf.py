@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
-from types import MethodType
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -76,7 +76,6 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; if the weights are not in
     this process yet, `loader` does this. Raises ConfigError for a model with a layer that is neither replaceable
     attention nor an adapted recurrence, other modules that use more than one row, or a loss other than next-token."""
-    AttentionInterface.register(NAME, attention)
     for layer in hf_vision.adapt(model):
         _add_hooks(layer)
     base, layers, mixers = _body(model), _layers(model), mixers_of(model)
@@ -94,8 +93,9 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     base._chunk = _chunk(model)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
-        if hasattr(layer, _EXPAND):  # a copied layer's method is bound to the copy; a closure would not be
-            setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
+        if hasattr(layer, _EXPAND):
+            # unlike a closure, gets its own layer also in a copied or unpickled model
+            setattr(layer, _EXPAND, partial(_expand_kv, layer))
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
             adapt(mixer, base._served, _key(mixer))
@@ -280,6 +280,9 @@ def attention(
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **options), None
 
 
+AttentionInterface.register(NAME, attention)  # at import, which precedes unpickling an enabled model
+
+
 def _kind(layer: Any, handle: PlanHandle) -> str | None:
     """The layer's attention kind in the plan; None for the only one."""
     if hasattr(layer, "_kind") or len(handle.kinds) == 1:  # an encoder's layer has its own
@@ -319,6 +322,8 @@ def loader(
     if getattr(inner, "_checked", None) is False:
         inner._checked = check_rows(inner, _arguments) and _parts(inner)
     _check_changed(inner)
+    if "_checked" in vars(inner):  # may be a copy of the model that was enabled
+        wiring.watch.models[inner] = _note_changed
     wiring.watch.add_unknown(model.parameters())
     config = model.config.get_text_config().to_dict()
     own_dtype = next(name for name, value in DTYPES.items() if value == inner.dtype)

@@ -87,20 +87,29 @@ def is_known(mixer: Any) -> bool:
 
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
     """Makes a known layer (see `is_known`) run under a plan if it gets a handle, and add its `key` to `served`."""
-    home = sys.modules[type(mixer).__module__]
-    for name, planned in {**_SCANS, **_OTHERS}.items():
-        _replace(home, name, planned)
-    if type(mixer).__name__ == _LIGHTNING:
-        _replace(type(mixer), "forward", _lightning)
+    mixer._served = served
+    mixer.register_forward_pre_hook(_MixingHook(type(mixer), key), with_kwargs=True)
 
-    def pass_mixing(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+
+class _MixingHook:
+    """Passes a layer its `Mixing` in place of the handle. Replaces the functions that layers of its class call, also
+    when it is unpickled, in another process."""
+
+    def __init__(self, cls: type, key: Any) -> None:
+        self._cls, self._key = cls, key
+        for name, planned in {**_SCANS, **_OTHERS}.items():
+            _replace(sys.modules[cls.__module__], name, planned)
+        if cls.__name__ == _LIGHTNING:
+            _replace(cls, "forward", _lightning)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _MixingHook, (self._cls, self._key)
+
+    def __call__(self, mixer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get(NAME) is None:
             return None
-        module._served.add(key)
-        return args, {**kwargs, NAME: Mixing(kwargs[NAME], f"layer {module.layer_idx}")}
-
-    mixer._served = served
-    mixer.register_forward_pre_hook(pass_mixing, with_kwargs=True)
+        mixer._served.add(self._key)
+        return args, {**kwargs, NAME: Mixing(kwargs[NAME], f"layer {mixer.layer_idx}")}
 
 
 def _replace(home: Any, name: str, planned: Callable[..., Any]) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def adapt(model: Any) -> Iterator[Any]:
         return
     for module in base.visual.modules():
         module._encodes = True
-    base.get_image_features = MethodType(_features, base)
+    base.get_image_features = partial(_features, base)
     full_layers = getattr(base.visual, "fullatt_block_indexes", None)
     for number, block in enumerate(base.visual.blocks):
         layer, kind = block.attn, None if full_layers is None else FULL if number in full_layers else WINDOWS

@@ -139,6 +139,12 @@ def loader(comm: Communicator, model: Any, **changes: Any) -> Any:
     )
 
 
+def loss_of(comm: Communicator, model: Any) -> float:
+    """This rank's share of the loss of an enabled model."""
+    (batch,) = loader(comm, model)
+    return float(model(**hf.inputs(batch)).loss.detach())
+
+
 def planned(comm: Communicator, name: str, checkpointing: bool) -> tuple[float, dict[str, Any]]:
     """This rank's loss and gradients under plans."""
     model = hf.enable(new_model(name))

@@ -132,3 +132,13 @@ def test_a_convolution_that_ignores_the_plan_is_detected(monkeypatch: pytest.Mon
     monkeypatch.setattr(home, "causal_conv1d_fn", vars(home)["causal_conv1d_fn"].unplanned)
     with pytest.raises(ConfigError, match="computes a row from other rows of the call"):
         hf.enable(model)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "NemotronH", "MiniMax"])
+def test_an_enabled_model_that_is_sent_to_other_processes_runs_there(name: str) -> None:
+    model = hf.enable(new_model(name))
+    fresh = Pool(timeout_s=240, size=2)  # whose processes have not enabled a model
+    shares = fresh.run(jobs_hf_recurrent.loss_of, 2, model)
+    fresh.close()
+    assert shares is not None
+    assert sum(shares) == pytest.approx(jobs_hf_recurrent.loss_of(ap.Communicator(), model), abs=1e-6)

@@ -116,3 +116,12 @@ def test_the_example_trains_like_one_process_with_even_layouts() -> None:
     rows = [[int(one) for one in own.split(", ")] for own in re.findall(r"\[([\d, ]+)\]", printed)]
     assert len(rows) == 10
     assert all(max(own) <= 1.02 * sum(own) / len(own) for own in rows)
+
+
+def test_an_enabled_model_that_is_sent_to_other_processes_runs_there() -> None:
+    model = hf.enable(jobs_hf_vision.new_model("Qwen3VL"))
+    fresh = Pool(timeout_s=240, size=2)
+    shares = fresh.run(jobs_hf_vision.loss_of, 2, model)
+    fresh.close()
+    assert shares is not None
+    assert sum(shares) == pytest.approx(jobs_hf_vision.reference("Qwen3VL")[0], abs=1e-6)
