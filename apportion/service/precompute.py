@@ -215,7 +215,7 @@ class _Run:
         key = self.work.job.request_key(batches)
         if key in self._by_key:
             self._by_key[key].places.append(place)
-        elif self.store.path(key).is_file():
+        elif self.store.get(key) is not None:  # whole: damaged packs are planned again
             self._add(1, 0)
         else:
             self._by_key[key] = entry = _PendingRequest(key, encode_request(self.work.job, batches), [place])

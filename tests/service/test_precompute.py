@@ -19,7 +19,7 @@ import pytest
 from apportion import CapacityError, ConfigError, cli
 from apportion.ir.bytes.origin import origin
 from apportion.service.precompute import IterationError, Work, precompute
-from apportion.service.store import Folder
+from apportion.service.store import Folder, StoreError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from tests.service.requests import JOB, RANKS
 from tests.support.programs import run
@@ -45,6 +45,24 @@ def test_a_stopped_run_is_continued_by_the_next(tmp_path: Path, workers: Process
     assert precompute(work(8), tmp_path / "a", workers, 2).planned == 0
     precompute(work(8), tmp_path / "b", workers, 2)
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_damaged_plans_are_planned_again_and_left_alone_by_readers(
+    tmp_path: Path, workers: ProcessExecutor
+) -> None:
+    precompute(work(5), tmp_path, workers, 2)
+    whole = files(tmp_path)
+    first, second, third, *_ = (tmp_path / name for name in sorted(whole) if name.endswith(".plan"))
+    first.write_bytes(first.read_bytes()[:99])
+    second.write_bytes(third.read_bytes())  # another request's
+    damaged = files(tmp_path)
+    reader = Folder(tmp_path, repairs=False)
+    for path in (first, second):
+        with pytest.raises(StoreError, match=rf"cannot read {path}: .*; run apportion precompute again"):
+            reader.slice(bytes.fromhex(path.stem), 0)
+    assert files(tmp_path) == damaged
+    assert precompute(work(5), tmp_path, workers, 2).planned == 2
+    assert files(tmp_path) == whole
 
 
 def test_every_iteration_of_every_epoch_is_planned(tmp_path: Path, workers: ProcessExecutor) -> None:

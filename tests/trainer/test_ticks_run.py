@@ -93,6 +93,8 @@ def test_ticks_can_be_planned_by_a_server_or_in_advance(pool: Pool, tmp_path: Pa
     [
         (3, None, 1, r"cluster.ranks = 3: must be a multiple of the 2 stages"),
         (2, "wlb", 1, r"recipe.pack = 'wlb': would mix sequences of several ticks"),
+        (2, "auto", 1, r"recipe = 'auto': does not keep a microbatch's rows in place in all ticks"),
+        (2, "fcp", 1, r"recipe = 'fcp': does not keep .*leave recipe out, or pass distca"),
         (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists of equal length, one per chunk of a stage"),
     ],
 )
@@ -133,7 +135,7 @@ def test_wrong_sums_and_unchecked_losses_are_reported(
 
 def test_kinds_of_stages_must_match_the_layers() -> None:
     model = replace(MODEL, layers={"full": 2, "near": 2})
-    two_kinds = replace(job(2, 128), model=model)
+    two_kinds = replace(job(2, 128, recipe="distca"), model=model)
     tick_job(two_kinds, tick_table(2, 2), ["near", "full"])
     with pytest.raises(ConfigError, match=r"kinds = \['full', 'full'\]: must be in proportion to .*layers"):
         tick_job(two_kinds, tick_table(2, 2), ["full", "full"])

@@ -277,6 +277,11 @@ def tick_job(job: Job, table: TickTable, kinds: Sequence[str] | None = None) -> 
         raise ConfigError(
             "recipe.pack", job.policy.recipe.name, rule, "leave it out: ticks are planned one by one"
         )
+    place = job.policy.recipe.step("place")
+    if place is None or place.name != "distca":
+        rule = "does not keep a microbatch's rows in place in all ticks; only the place pass distca does"
+        remedy = "leave recipe out, or pass distca or a recipe with that pass"
+        raise ConfigError("recipe", job.policy.recipe.name, rule, remedy)
     return replace(job, microbatches=table.ticks, model=replace(job.model, layers=1))
 
 

@@ -47,11 +47,13 @@ class File(NamedTuple):
 
 @dataclass
 class Folder:
-    """Store in a folder. root: created if missing. max_bytes, max_age_s: None for no limit. Raises StoreError."""
+    """Store in a folder. root: created if missing. max_bytes, max_age_s: None for no limit. repairs: True to log and
+    remove damaged packs, which are planned again; False to raise StoreError."""
 
     root: Path
     max_bytes: int | None = None
     max_age_s: float | None = None
+    repairs: bool = True
     _total_bytes: int | None = field(default=None, init=False)  # bytes; None: not counted yet
     _counted: float = field(default=0.0, init=False)
     _failed: str | None = field(default=None, init=False)
@@ -134,7 +136,7 @@ class Folder:
         return self.max_bytes is not None and sum(file.size for file in self.files()) > self.max_bytes
 
     def _read(self, key: bytes, use: Callable[[Read], T]) -> T | None:
-        """Applies `use` to a key's file; None if the file is missing or damaged. Logs and removes damaged files."""
+        """Applies `use` to a key's file; None if the file is missing, or damaged and removed. Raises StoreError."""
         path = self.path(key)
         try:
             file = os.open(path, _READ)
@@ -148,6 +150,9 @@ class Folder:
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         except DecodeError as error:
+            if not self.repairs:
+                remedy = "run apportion precompute again, which replaces damaged plans"
+                raise StoreError(f"cannot read {path}: {error}; {remedy}") from error
             LOG.warning("%s: %s; it is planned again", path, error)
             with suppress(OSError):
                 os.unlink(path)

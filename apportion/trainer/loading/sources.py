@@ -21,7 +21,7 @@ from apportion.service.client import Client
 from apportion.service.pack import Pack
 from apportion.service.precompute import read_origin
 from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
-from apportion.service.store import open_store
+from apportion.service.store import Folder
 from apportion.service.workers import Completion, ProcessExecutor, Refusal, plan_pack
 
 CALL_S = 10.0  # timeout of calls other than fetches, after which callers check if they still need the answer
@@ -104,7 +104,7 @@ class FolderSource(Source):
         if not Path(self.folder).is_dir():
             rule, remedy = "is not a folder", "name one from apportion precompute, or the URL of a server"
             raise ConfigError("source", self.folder, rule, remedy)
-        self._store = open_store(self.folder)
+        self._store = Folder(Path(self.folder), repairs=False)
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         """Does nothing: all plans exist."""
