@@ -60,7 +60,7 @@ def test_a_declaration_fits_exactly_the_matching_masks(declared: Declared, fits:
             Declared(512),
             "causal",
             f"window = 512: {DIFFERS}: causal; plan this kind with masks={{'default': ap.masks.sliding_window(512)}}, "
-            "or pass this layer's kind",
+            "or pass this layer's kind; trees have no windows, so disable the layer's for these",
         ),
         (Declared(NO_WINDOW), "window", "of 512; plan this kind with masks={'default': ap.masks.causal()}"),
         (Declared(causal=True), "full", f"causal = True: {DIFFERS}: full"),

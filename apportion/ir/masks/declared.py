@@ -63,10 +63,11 @@ class Declared:
         other = next(options, None)
         if other is not None:
             return f"call it with kind={other!r}, which is {in_words(kinds[other])}"
-        mask = "causal()" if self.causal is not False else "full()"
+        mask, trees = "causal()" if self.causal is not False else "full()", ""
         if self.window is not None and self.window != NO_WINDOW:
             mask = f"sliding_window({self.window}{'' if self.causal is not False else ', right'})"
-        return f"plan this kind with masks={{{kind!r}: ap.masks.{mask}}}, or pass this layer's kind"
+            trees = "; trees have no windows, so disable the layer's for these"
+        return f"plan this kind with masks={{{kind!r}: ap.masks.{mask}}}, or pass this layer's kind{trees}"
 
     def _declared_fields(self) -> list[str]:
         return [field for field in ("window", "causal") if getattr(self, field) is not None]
