@@ -70,6 +70,18 @@ class Mean(nn.Module):
         return x + 0.1 * x.mean(1, keepdim=True)
 
 
+class GatedMean(nn.Module):
+    """Begins as the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 64)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.out(x.mean(1, keepdim=True))
+
+
 class RowCounter(nn.Module):
     """Counts rows instead of reading position ids."""
 
@@ -113,6 +125,7 @@ class LimitedExperts(nn.Module):
 
 LAYERS = {
     Mean: "extra",
+    GatedMean: "extra",
     RowCounter: "extra",
     Shift: "extra",
     Convolution: "extra",

@@ -45,6 +45,9 @@ class Own(nn.Module):
         self.window = nn.Parameter(torch.randn(24, 3) / 2)  # of a convolution
         self.decay = nn.Linear(24, 2)
         self.register_buffer("counts", torch.zeros(24))
+        if variant.startswith("begins at zero"):
+            self.gate = nn.Parameter(torch.zeros(()))
+            self.rows = nn.Parameter(torch.zeros(100, 24))
         if variant == "kept statistics":
             self.norm.eval()
 
@@ -52,6 +55,10 @@ class Own(nn.Module):
         hidden = self.table(tokens)
         if self.variant == "rows as places":
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
+        if self.variant == "begins at zero: rows as places":
+            hidden = hidden + self.rows[: len(tokens)] * (1 + self.gate)
+        if self.variant == "begins at zero: mean":
+            hidden = hidden + self.gate * hidden.mean(0) + self.rows[positions]
         if self.variant == "largest position":
             hidden = hidden * (1 + positions.max())
         if self.variant == "places":

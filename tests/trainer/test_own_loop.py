@@ -116,6 +116,8 @@ SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped 
         ({"loss": "weights in double"}, SHIFT),
         ({"loss": "own weights"}, SHIFT),
         ({"net": "rows as places"}, f"{OWN} places {ROWS}"),
+        ({"net": "begins at zero: rows as places"}, f"{OWN} layers.0 {ROWS}"),
+        ({"net": "begins at zero: mean"}, f"{OWN} layers.0 {ROWS}"),
         ({"net": "taught"}, f"{OWN} places {ROWS}"),
         ({"net": "places of rows"}, f"{OWN} receives 0, 1, ... for this rank's rows.*position_ids"),
         ({"net": "functional", "loss": "own"}, UNCHECKED),

@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from apportion.backends.torch.memory.arrays import DTYPES
+
 _Place = tuple[str, int, int]  # module, number of its call, index of the result
 _TOLERANCE = 1e-4  # relative to a row's norm; 16-bit models run in 32 bits
 _ROUGH = 2e-2  # for models that cannot run in 32 bits
@@ -132,13 +134,19 @@ def is_whole(model: Any) -> bool:
 
 @contextmanager
 def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
-    """Runs a block without noise or gradients, in float32 or wider. Yields a function that restores the state of
-    modules and of `others` (configs), which is also restored at the end."""
+    """Runs a block without noise or gradients, in float32 or wider, and with other values for constant parameters.
+    Yields a function that restores the state of modules and of `others` (configs), which is also restored at the end,
+    like the parameters."""
     precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
-        with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.random.fork_rng(cuda),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            _varied(model),
+        ):
             yield _snapshot(model, others)
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -147,6 +155,30 @@ def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callab
             # an FSDP root stays unsharded after forward and would keep stale values
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+@contextmanager
+def _varied(model: Any) -> Iterator[None]:
+    """Gives parameters of equal elements random values: gates, tables and layers that begin at zero, or close to it,
+    would hide that their rows depend on others. Equal on ranks with equal parameters."""
+    saved = list[tuple[Tensor, Tensor]]()
+    try:
+        for number, parameter in enumerate(model.parameters()):
+            values = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+            if values.dtype not in DTYPES.values() or values.is_meta or not values.numel():
+                continue
+            low, high = values.aminmax()
+            if low == high:
+                saved.append((values, low))
+                draw = torch.Generator(values.device).manual_seed(number)
+                if values.dim() > 1:
+                    values.normal_(std=values.shape[-1] ** -0.5, generator=draw)
+                else:
+                    values.uniform_(0.5, 1.5, generator=draw)
+        yield
+    finally:
+        for values, constant in saved:
+            values.copy_(constant)
 
 
 def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
