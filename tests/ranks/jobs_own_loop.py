@@ -329,6 +329,19 @@ def with_no_rows_at_last(comm: Communicator) -> int:
     return len(b.tokens)
 
 
+def updated_by_hand(comm: Communicator, iterations: int) -> list[str]:
+    """The warnings of a loop without an optimizer."""
+    model, options = Own("", (None,)), planning(replace(job(2, 10), model=MODEL))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for b in PlannedLoader(Recorded(), **options, communicator=comm, sampler=[[[1]]] * iterations):
+            _loss(_logits(model, "", b), b, "", 1, 2, model).backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= 0 if one.grad is None else 0.1 * one.grad
+    return [str(one.message) for one in caught]
+
+
 def unfrozen(comm: Communicator) -> None:
     """Unfreezes a parameter, which DDP does not reduce, after step 2; steps 1, 2 and 4 would be compared anyway."""
     model = Own("", (None, None))

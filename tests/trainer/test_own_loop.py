@@ -57,6 +57,15 @@ def test_checking_a_model_does_not_change_it(pool: Pool, net: str) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize(("iterations", "warnings"), [(32, 0), (40, 1)])
+def test_a_loop_without_an_optimizer_is_told_that_it_is_not_checked(
+    pool: Pool, iterations: int, warnings: int
+) -> None:
+    for found in pool.run(jobs_own_loop.updated_by_hand, 2, iterations):
+        texts = [text for text in found if "no torch.optim.Optimizer has stepped" in text]
+        assert len(texts) == warnings
+
+
 @pytest.mark.slow
 def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
     for loop, message in (

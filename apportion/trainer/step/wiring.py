@@ -30,6 +30,7 @@ from apportion.trainer.step.terms import is_known, running_loss_scale
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
 _ROUNDED = 0.01  # relative tolerance of factors in 16 bits
+_UNSTEPPED = 32  # iterations without a step of an optimizer that cause a warning
 _CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or p.grad.full_tensor().norm()"
 _RATES = "give all ranks the same one, from a value of all ranks, such as the sum of their losses"
 #: values that are equal on all ranks, in the order of `Watch._compare`: text of a difference, its rule or remedy, and
@@ -80,7 +81,7 @@ class Watch:
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss's share in the last backward
         self.divisor = self.multiple = 0.0  # divisor of the last loss; ratio of its weights to a field
-        self._scaled: list[tuple[Callable[[float], None], float]] = []  # checks of a scale, and the scale
+        self._scaled: list[tuple[Callable[[float], None], float, int]] = []  # checks of a scale, the scale, iteration
         self._pending: list[PlanHandle] = []
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
@@ -170,10 +171,15 @@ class Watch:
             raise ExecutionError(f"{operation} needs all rows of a rank")
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
-        """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known."""
+        """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known. Warns
+        if no optimizer steps."""
         check(self.scale)
         if not self.settled:
-            self._scaled.append((check, self.scale))
+            iteration = 0 if self.latest is None else self.latest.iteration
+            self._scaled.append((check, self.scale, iteration))
+            if iteration - self._scaled[0][-1] == _UNSTEPPED and self._transports:
+                text = f"{_UNSTEPPED} iterations had a backward, but no torch.optim.Optimizer has stepped"
+                warn(f"{text}: neither the model nor its gradients are checked", stacklevel=1)
 
     def find_batch(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
@@ -235,7 +241,7 @@ class Watch:
             raise ExecutionError(f"{rule}: call model.set_requires_gradient_sync(batch.is_last)")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := running_loss_scale()) != 1:
-            for check, scale in checks:
+            for check, scale, _ in checks:
                 check(scale / scaled)
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
