@@ -143,6 +143,12 @@ def _loss(logits: Tensor, b: Any, loss_kind: str, averaged_over: int, ranks: int
     if loss_kind == "own and a term":
         return total / valid + model.out.weight.square().sum()
     labels = b.labels.clone()
+    if loss_kind.startswith("labels further on"):
+        further = b.roll(b.labels)
+        count = (further >= 0).sum().double()
+        dist.all_reduce(count, group=b.handle.communicator._groups[0])
+        count = valid if loss_kind.endswith("of the iteration") else count
+        return ap.normalised_loss(logits, further, count) + ap.normalised_loss(logits, b.labels, valid)
     if loss_kind.endswith("rows behind"):
         labels[:-1] = (b.tokens if loss_kind.startswith("tokens") else b.labels)[1:]
     if loss_kind in ("labels left out", "labels changed"):

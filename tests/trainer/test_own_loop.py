@@ -24,6 +24,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
             {"loss": "own", "reduces": "fsdp summed"},
             {"loss": "own times ranks", "reduces": "ddp"},
             {"loss": "own times ranks", "reduces": "fsdp"},
+            {"loss": "labels further on, of the iteration"},
             {"loss": "weights shifted"},
             {"loss": "weights of samples"},
             *({"net": net} for net in ("places", "places in closure", "table", "checkpointed", "functional")),
@@ -124,6 +125,10 @@ SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped 
         ({"loss": "weights"}, rf"{SHIFT}.*shifted=\(\.\.\., 'worth'"),
         ({"loss": "weights in double"}, SHIFT),
         ({"loss": "own weights"}, SHIFT),
+        (
+            {"loss": "labels further on, divided by those of a microbatch"},
+            r"UserWarning: losses of other labels have the divisors \[\d+.0\] and \[\d+.0\]",
+        ),
         ({"net": "rows as places"}, f"{OWN} places {ROWS}"),
         ({"net": "begins at zero: rows as places"}, f"{OWN} layers.0 {ROWS}"),
         ({"net": "begins at zero: mean"}, f"{OWN} layers.0 {ROWS}"),

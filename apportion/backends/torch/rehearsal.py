@@ -164,7 +164,8 @@ def _varied(model: Any) -> Iterator[None]:
     saved = list[tuple[Tensor, Tensor]]()
     try:
         for number, parameter in enumerate(model.parameters()):
-            values = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+            values: Tensor = parameter.data
+            values = values.to_local() if isinstance(values, DTensor) else values
             if values.dtype not in DTYPES.values() or values.is_meta or not values.numel():
                 continue
             low, high = values.aminmax()

@@ -61,6 +61,8 @@ def checked_labels(
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
     if not watch.settled and not is_compiling():
         watch.divisor = float(valid_tokens)
+        if batch is None:
+            watch.check_divisor()
         for microbatch in watch.batches if batch is None else ():
             microbatch.check_other_labels(labels, watch.divisor)
         if batch is not None and weights is not None and 0 < weights.numel() == len(batch.labels):

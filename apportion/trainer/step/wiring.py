@@ -81,7 +81,11 @@ class Watch:
         self.unknown = False  # a trainer's loss has no known share
         self.scale = 0.0  # factor of a loss's share in the last backward
         self.divisor = self.multiple = 0.0  # divisor of the last loss; ratio of its weights to a field
-        self._scaled: list[tuple[Callable[[float], None], float, int]] = []  # checks of a scale, the scale, iteration
+        self._scaled: list[
+            tuple[Callable[[float], None], float, int]
+        ] = []  # checks of a scale, the scale, iteration
+        #: of an iteration, microbatch -> divisors of its losses of labels other than the batch's
+        self._divisors: tuple[int, dict[int, list[float]]] = -1, {}
         self._pending: list[PlanHandle] = []
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
@@ -171,8 +175,8 @@ class Watch:
             raise ExecutionError(f"{operation} needs all rows of a rank")
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
-        """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known. Warns
-        if no optimizer steps."""
+        """Checks `scale` now, and again, without the GradScaler's scale, before its step, when that scale is known.
+        Warns if no optimizer steps."""
         check(self.scale)
         if not self.settled:
             iteration = 0 if self.latest is None else self.latest.iteration
@@ -180,6 +184,22 @@ class Watch:
             if iteration - self._scaled[0][-1] == _UNSTEPPED and self._transports:
                 text = f"{_UNSTEPPED} iterations had a backward, but no torch.optim.Optimizer has stepped"
                 warn(f"{text}: neither the model nor its gradients are checked", stacklevel=1)
+
+    def check_divisor(self) -> None:
+        """Warns if `divisor`, of labels other than the batch's, differs between the microbatches of an iteration."""
+        newest = next(reversed([*self.batches]), None)
+        if newest is None:
+            return
+        if newest.iteration != self._divisors[0]:
+            self._divisors = newest.iteration, {}
+        divisors = self._divisors[1]
+        own, first = divisors.setdefault(newest.microbatch, []), next(iter(divisors.values()))
+        own.append(self.divisor)
+        if any(abs(a - b) > _CLOSE * abs(a) for a, b in zip(own, first, strict=False)):
+            text = (
+                f"losses of other labels have the divisors {first} and {own} in an iteration's microbatches"
+            )
+            warn(f"{text}: divide all by one number, of all ranks and microbatches", stacklevel=1)
 
     def find_batch(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
@@ -241,7 +261,7 @@ class Watch:
             raise ExecutionError(f"{rule}: call model.set_requires_gradient_sync(batch.is_last)")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := running_loss_scale()) != 1:
-            for check, scale, _ in checks:
+            for check, scale, _iteration in checks:
                 check(scale / scaled)
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
