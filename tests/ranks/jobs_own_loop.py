@@ -53,7 +53,7 @@ class Own(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Any:
         hidden = self.table(tokens)
-        if self.variant == "rows as places":
+        if self.variant.startswith("rows as places"):
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
         if self.variant == "begins at zero: rows as places":
             hidden = hidden + self.rows[: len(tokens)] * (1 + self.gate)
@@ -312,6 +312,8 @@ def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
     if reduces.startswith("fsdp"):
         low = fsdp.MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else fsdp.MixedPrecisionPolicy()
         wrapped = fsdp.fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)
+    if net.endswith("compiled"):
+        wrapped = torch.compile(wrapped, backend="aot_eager", dynamic=True)
     return ap.sum_gradients(wrapped) if reduces.endswith("summed") else wrapped
 
 

@@ -300,7 +300,10 @@ def _attend(
     with attention_scope(handle, kind, "forward", score, sinks, return_lse):
         handle.check(kind, window, causal, layer)
         home = qkv_home(handle, q, k, v)
-        return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
+        results = run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
+    if handle.observer is not None:
+        handle.observer(handle, results)
+    return results
 
 
 @torch.library.register_fake("apportion::attend", lib=LIBRARY)  # type: ignore[untyped-decorator]

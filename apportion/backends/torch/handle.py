@@ -75,6 +75,8 @@ class PlanHandle:
         self.gathered = self.feeds = self.fed = False
         # the wrapper, DDP or FSDP1, of the module that called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
+        #: gets the results of attention ops, also in compiled graphs
+        self.observer: Callable[[PlanHandle, tuple[Tensor, ...]], None] | None = None
         self._checked: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self

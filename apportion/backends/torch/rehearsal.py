@@ -24,6 +24,7 @@ from apportion.backends.torch.memory.arrays import DTYPES
 _Place = tuple[str, int, int]  # module, number of its call, index of the result
 _TOLERANCE = 1e-4  # relative to a row's norm; 16-bit models run in 32 bits
 _ROUGH = 2e-2  # for models that cannot run in 32 bits
+_SYNCS = ("reduce_grads", "all_reduce_grads")  # of FSDP2's parameter groups, which a hook of forward may set
 LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
@@ -188,6 +189,9 @@ def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     dicts = [vars(obj) for obj in (*model.modules(), *others)]
     dicts += [v for obj in dicts for k, v in obj.items() if isinstance(v, dict) and k != "_parameters"]
     attributes, values = [(obj, dict(obj)) for obj in dicts], [(obj, obj.clone()) for obj in model.buffers()]
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = [vars(group) for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    syncs = [(group, {name: group[name] for name in _SYNCS if name in group}) for group in groups]
 
     def restore() -> None:
         for current, saved in attributes:
@@ -195,6 +199,8 @@ def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
             current.update(saved)
         for buffer, value in values:
             buffer.copy_(value)
+        for group, flags in syncs:
+            group.update(flags)
 
     return restore
 

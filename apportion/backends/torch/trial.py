@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
@@ -44,11 +44,13 @@ Results = tuple[Tensor, ...]
 
 class ModelTrial:
     """Checks each of this process's models once. part: during a rerun, its `Part`, which replays attention's results.
-    handle: returns the handle of the last attention call, if alive. met: whether a module called attention in this
+    eager: during a call of attention that reports its results, unlike one in a compiled graph, whose op does. handle:
+    returns the handle of the last attention call, if alive. met: whether a module called attention in this
     pass. Modules of a later training run are checked too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
+        self.eager = False
         self.handle: Callable[[], PlanHandle | None] = lambda: None
         self.calls = dict[nn.Module, ModuleCall]()
         self.over = False  # whether the modules of this pass were checked
@@ -180,12 +182,14 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _outermost_call() -> tuple[nn.Module, Any] | None:
-    """The outermost module that is being called, with (args, kwargs), except wrappers and modules whose step
-    Lightning calls instead of forward. None in backward, which recomputes."""
+    """The outermost module that is being called, with (args, kwargs), except wrappers, compiled or not, and modules
+    whose step Lightning calls instead of forward. None in backward, which recomputes."""
     result, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code is _CALL:
             module = frame.f_locals["self"]
+            if (compiled := getattr(module, "_orig_mod", None)) is not None:
+                module = compiled.module if isinstance(compiled, DistributedDataParallel) else compiled
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "training_step"):
                 result = module, (frame.f_locals["args"], frame.f_locals["kwargs"])
     return result
@@ -241,6 +245,7 @@ class ModuleCall:
                     with (
                         self._cut_batch(self.rows[indexes]),
                         recording(self.module, part),
+                        _eagerly(self.module),
                         ExactMode(is_local),
                     ):
                         args, kwargs = tree_map(lambda value, i=indexes: _take_rows(value, i), self.inputs)
@@ -275,6 +280,15 @@ class ModuleCall:
             handle.update(settings)
             for tensor, data in zip(distinct, saved, strict=True):
                 tensor.data = data
+
+
+def _eagerly(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which compiled parts of the module run eagerly."""
+    parts = module.modules()
+    if not any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in parts):
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @dataclass(frozen=True)

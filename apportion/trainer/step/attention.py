@@ -214,10 +214,14 @@ def run_recorded(
         return run()
     if trial.part is not None:
         return trial.part.answer(*inputs)
-    results, trial.handle = run(), ref(handle)
+    trial.eager = True
+    try:
+        results, trial.handle = run(), ref(handle)
+    finally:
+        trial.eager = False
     if results[0].requires_grad and not watch.settled:
         results[0].register_hook(partial(watch.note_backward, handle))  # type: ignore[no-untyped-call]
-    module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
+    module = trial.keep(handle, results, partial(watch.tensors, handle), watch.models)
     if module is not None:
         enabled = any(item in watch.models for item in module.modules())
         (watch.track if enabled else watch.add_unknown)(module.parameters())
@@ -241,10 +245,6 @@ def _with_current_autocast(expand: Expansion, q: Tensor) -> Expansion:
             return expand(compressed, rotated, heads)
 
     return cast
-
-
-def _tensors(handle: PlanHandle) -> list[Tensor]:
-    return [value for batch in wiring.watch.batches if batch.handle is handle for value in batch.tensors]
 
 
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:

@@ -7,6 +7,7 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from warnings import warn
@@ -107,6 +108,7 @@ class Watch:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
+        batch.handle.observer = self.observe
         if not batch._staged:  # for ticks `TickPipeline` adds the microbatches
             self.batches[batch] = None
         of_plan, groups, self.staged = batch.handle.communicator, batch._replicas, batch._staged
@@ -120,6 +122,17 @@ class Watch:
         """Records that a layer is called under the plan, except for recomputation in backward."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._used.add(handle)
+
+    def observe(self, handle: PlanHandle, results: tuple[Tensor, ...]) -> None:
+        """Records attention's results of a compiled graph for the check that reruns the model eagerly."""
+        trial = self.trial
+        if not (trial is None or trial.part is not None or trial.eager or handle.feeds):
+            trial.handle = ref(handle)
+            trial.keep(handle, results, partial(self.tensors, handle), self.models)
+
+    def tensors(self, handle: PlanHandle) -> list[Tensor]:
+        """The tensors of a handle's batch."""
+        return [value for batch in self.batches if batch.handle is handle for value in batch.tensors]
 
     def record_loss(self, batch: Microbatch, loss: Tensor) -> None:
         """Records a loss of the batch. Raises ExecutionError if some of its layers used an earlier batch's plan."""
