@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,6 +60,14 @@ class Own(nn.Module):
             hidden = hidden + self.rows[: len(tokens)] * (1 + self.gate)
         if self.variant == "begins at zero: mean":
             hidden = hidden + self.gate * hidden.mean(0) + self.rows[positions]
+        if self.variant == "kept places":
+            if getattr(self, "kept", None) is None or len(self.kept) != len(positions):
+                self.kept = positions
+            hidden = hidden + self.places(self.kept)
+        if self.variant == "noise":
+            hidden = hidden + float(np.random.default_rng().normal())
+        if self.variant == "largest position from 50 on" and positions.max() >= 50:
+            hidden = hidden * (1 + positions.max())
         if self.variant == "largest position":
             hidden = hidden * (1 + positions.max())
         if self.variant == "places":
@@ -234,7 +243,7 @@ def train(
     torch.manual_seed(comm.rank)
     order = {
         "shuffle": False,
-        "rows_multiple": 64 if net == "tensor parallel" else 2,
+        "rows_multiple": 64 if net in ("tensor parallel", "kept places") else 2,
     }  # equal rows on its ranks
     for _ in range(2):
         for b in PlannedLoader(data, **options, communicator=plan_comm, **order):

@@ -90,9 +90,10 @@ class Rehearsal:
         """True if rows agree to rounding, or there are no rows to compare."""
         assert self.whole is not None
         whole, actual = self.whole.seen.get(key), self.seen[key]
-        dim = None if whole is None else _rows_dim(whole.shape, actual.shape, self.whole.rows, self.rows)
-        if whole is None or dim is None:
-            return True
+        dims = [] if whole is None else _rows_dims(whole.shape, actual.shape, self.whole.rows, self.rows)
+        return whole is None or not dims or any(self._agree_in(dim, whole, actual) for dim in dims)
+
+    def _agree_in(self, dim: int, whole: Tensor, actual: Tensor) -> bool:
         expected = whole.index_select(dim, self.selected)
         rows, expected_rows = (tensor.movedim(dim, 0)[..., None].flatten(1) for tensor in (actual, expected))
         return are_close(rows, expected_rows, self.exact)
@@ -109,12 +110,15 @@ def recording(model: Any, rehearsal: Rehearsal) -> Iterator[None]:
         yield
 
 
-def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> int | None:
-    """The only dimension in which the shapes differ, if its sizes are the numbers of rows."""
+def _rows_dims(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> list[int]:
+    """The dimensions that may index rows: the only one in which the shapes differ, if its sizes are the numbers of
+    rows; for equal numbers of rows, all of this size."""
     if len(whole) != len(part):
-        return None
-    dims = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
-    return dims[0] if len(dims) == 1 and (whole[dims[0]], part[dims[0]]) == (count, rows) else None
+        return []
+    sizes = [*enumerate(zip(whole, part, strict=True))]
+    differing = [dim for dim, (a, b) in sizes if a != b]
+    dims = [dim for dim, pair in sizes if pair == (count, rows)]
+    return dims if differing == (dims if count != rows else []) else []
 
 
 def are_close(actual: Tensor, expected: Tensor, exact: bool = True) -> bool:

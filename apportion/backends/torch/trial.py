@@ -1,9 +1,9 @@
 """Row-independence check of a custom loop's model in its first steps.
 
     first forward   records the module and arguments of the call in which attention ran, and a few rows of its results
-    first step      reruns the module on these rows and on fewer of them: equal rows, or an error
+    first step      reruns the module on these rows, in another order, and on fewer of them: equal rows, or an error
 
-A model is checked once; models with an attribute `mixes_rows = True` are not checked.
+Models are checked again when `again` is called; those with an attribute `mixes_rows = True` are not checked.
 """
 
 from __future__ import annotations
@@ -55,12 +55,19 @@ class ModelTrial:
         self.calls = dict[nn.Module, ModuleCall]()
         self.over = False  # whether the modules of this pass were checked
         self._seen, self._checked, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
+        self._reported = WeakSet[nn.Module]()  # modules of which a log entry tells that they are not checked
         self._last = 0  # id of the arguments of the module's last call
 
     def begin(self) -> None:
         """Starts a pass over a loader, possibly for another model."""
         self.over = self.met = False
         self.calls.clear()
+
+    def again(self) -> None:
+        """Checks the modules of the next calls again."""
+        self.over = False
+        self.calls.clear()
+        self._checked.clear()
 
     def keep(
         self,
@@ -124,11 +131,21 @@ class ModelTrial:
         if ids - covered:
             names = ", ".join(dict.fromkeys(type(item.module).__name__ for item in calls))
             text = f"{len(ids - covered)} of {len(ids)} parameters are outside {names}, which calls attention"
-            getLogger(__name__).warning("%s: their modules are not checked", text)
+            self._report(calls[0].module, f"{text}: their modules are not checked")
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
-                call.check(partial(setattr, self, "part"), smallest)
+                reason = call.check(partial(setattr, self, "part"), smallest)
+                if reason is not None:
+                    self._report(
+                        call.module, f"{type(call.module).__name__} {reason}: its layers are not checked"
+                    )
         return True
+
+    def _report(self, module: nn.Module, text: str) -> None:
+        """Logs the text, once for each module."""
+        if module not in self._reported:
+            getLogger(__name__).warning("%s", text)
+        self._reported.add(module)
 
 
 def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: Collection[int]) -> None:
@@ -226,20 +243,24 @@ class ModuleCall:
     sums: list[int]
     results: list[Results] = field(default_factory=list)
 
-    def check(self, set_part: Callable[[Part | None], None], count: int) -> None:
-        """Raises ConfigError if a row changes when fewer rows are computed, others on each rank, as tensor-parallel
-        ranks would mix them. set_part: sets the part to rerun; count: rows of each rank."""
-        name, positions = type(self.module).__name__, self.handle.position_ids[self.rows[:count]]
+    def check(self, set_part: Callable[[Part | None], None], count: int) -> str | None:
+        """Raises ConfigError if a row changes in another order of rows, or when fewer are computed, others on each
+        rank, as tensor-parallel ranks would mix them. Returns why rows cannot be compared, if so. set_part: sets the
+        part to rerun; count: rows of each rank."""
+        positions, device = self.handle.position_ids[self.rows[:count]], next(self.module.parameters()).device
         draw = torch.Generator().manual_seed(self.handle.communicator.rank)
-        fewer = torch.randperm(count, generator=draw)
-        is_last = positions[fewer] == positions.max()  # left out: models may read a rank's largest position
-        fewer = fewer[is_last.int().argsort(stable=True)][: max(2, int(_PART * count))]
-        full, is_local = None, is_whole(self.module)
-        with noiseless(self.module, next(self.module.parameters()).device) as reset:
-            for indexes in (torch.arange(count), torch.arange(count), fewer):
+        order, rows = torch.randperm(count, generator=draw), torch.arange(count)
+        is_last = positions[order] == positions.max()  # left out: models may read a rank's largest position
+        fewer = order[is_last.int().argsort(stable=True)][: max(2, int(_PART * count))]
+        full, is_local, differences = None, is_whole(self.module), list[str | None]()
+        # a state that is kept does not change equal rows, and must not be that of other rows
+        runs = (rows, True), (rows, True), (rows, False), (order, False), (fewer, True)
+        with noiseless(self.module, device) as reset:
+            for indexes, resets in runs:  # all of them on every rank, since a module may communicate
                 part = Part(indexes, self.results, full)
                 part.exact = is_local or self.results[0][0].dtype not in LOW
-                reset()
+                if resets:
+                    reset()
                 try:
                     set_part(part)
                     with (
@@ -251,17 +272,17 @@ class ModuleCall:
                         args, kwargs = tree_map(lambda value, i=indexes: _take_rows(value, i), self.inputs)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:
-                    reason = f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
-                    return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
+                    return f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
                 finally:
                     set_part(None)
-                if full is not None and (differs := part.first_difference()) is not None:
-                    if indexes is not fewer:
-                        reason = "gives different results each time"
-                        return getLogger(__name__).warning("%s %s: its layers are not checked", name, reason)
-                    rule = f"{differs} computes or receives rows that depend on other rows, their number or order"
-                    raise ConfigError("model", name, rule, _REMEDY)
+                differences.append(None if full is None else part.first_difference())
                 full = full or part
+        _, random, kept, reordered, cut = differences
+        if random is not None:
+            return "gives different results each time"
+        if (differs := cut or (None if kept else reordered)) is not None:
+            rule = f"{differs} computes or receives rows that depend on other rows, their number or order"
+            raise ConfigError("model", type(self.module).__name__, rule, _REMEDY)
         return None
 
     @contextmanager
@@ -308,7 +329,10 @@ def kept_rows(rows: int, selected: Tensor, known: Collection[int], value: Any) -
 
 
 def _take_rows(value: Any, rows: Tensor) -> Any:
-    return _indexed(value.tensor, value.dims, rows) if isinstance(value, _Argument) else value
+    """The rows of an argument. Tensors of the batch, which are cut in place, are copied: a model may keep them."""
+    if isinstance(value, _Argument):
+        return _indexed(value.tensor, value.dims, rows)
+    return value.clone() if isinstance(value, Tensor) and not value.is_floating_point() else value
 
 
 def _indexed(tensor: Tensor, dims: Sequence[int], rows: Tensor) -> Tensor:

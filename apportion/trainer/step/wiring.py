@@ -30,6 +30,7 @@ from apportion.trainer.step.terms import is_known, running_loss_scale
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
+_LONGER = 1.1  # growth of the longest position that makes models be checked again
 _ROUNDED = 0.01  # relative tolerance of factors in 16 bits
 _UNSTEPPED = 32  # iterations without a step of an optimizer that cause a warning
 _CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or p.grad.full_tensor().norm()"
@@ -91,6 +92,7 @@ class Watch:
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
         self._hook: Any = None
+        self._longest = 0  # position in a batch
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans used since the last loss; with a loss
         self._unmarked = WeakSet[Any]()  # plans with a backward of a loss that has no known term
         self.ranks = 1  # ranks over whose tokens means are taken: a plan's, times groups
@@ -117,6 +119,12 @@ class Watch:
         self._transports = [
             transport for transport in transports if transport is not None and transport.ranks > 1
         ]
+
+    def reach(self, position: int) -> None:
+        """Makes models be checked again at positions beyond those of earlier batches. position: equal on all ranks."""
+        if self.trial is not None and position > _LONGER * self._longest:
+            self.trial.again()
+        self._longest = max(position, self._longest)
 
     def record_attention(self, handle: PlanHandle) -> None:
         """Records that a layer is called under the plan, except for recomputation in backward."""
@@ -279,7 +287,7 @@ class Watch:
         self._check_models(_parameters(optimizer))
         if self.trial is not None:
             has_run = self.trial.run(_parameters(optimizer), self._transports)
-            if has_run and (batch := self.find_batch(self.trial.handle())) is not None:
+            if has_run and not self.settled and (batch := self.find_batch(self.trial.handle())) is not None:
                 batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -312,14 +320,7 @@ class Watch:
             self._steps[optimizer], self._trained[optimizer] = steps, trained
             if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(optimizer, params)
-            self._samples.clear()
-            while self._sample_hooks:
-                self._sample_hooks.pop().remove()
-            if steps & (steps + 1) == 0:  # the next step is compared
-                shards: list[Any] = [one for one in owned if isinstance(one, DTensor) and one.requires_grad]
-                self._sample_hooks = [
-                    param.register_post_accumulate_grad_hook(self._record) for param in shards
-                ]
+            self._prepare_next(steps, owned)
             hooks = (hook for param in owned for hook in (param._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
                 warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
@@ -331,6 +332,18 @@ class Watch:
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
             ):
                 warn(f"the loss cannot be checked: {UNKNOWN}", stacklevel=1)
+
+    def _prepare_next(self, steps: int, owned: list[Tensor]) -> None:
+        """Records gradients, and checks models again, in the next step if that is compared. steps: so far."""
+        self._samples.clear()
+        while self._sample_hooks:
+            self._sample_hooks.pop().remove()
+        if steps & (steps + 1) != 0:
+            return
+        if self.trial is not None:
+            self.trial.again()
+        shards: list[Any] = [one for one in owned if isinstance(one, DTensor) and one.requires_grad]
+        self._sample_hooks = [param.register_post_accumulate_grad_hook(self._record) for param in shards]
 
     def _check_place(self) -> None:
         """Raises ExecutionError if the loss was not the last of an iteration; warns if microbatches had none."""
