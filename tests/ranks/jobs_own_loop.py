@@ -34,6 +34,9 @@ KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
 class Own(nn.Module):
     """A custom model with planned attention. variant: a fault or a correct variant of its other layers."""
 
+    kept: Tensor | None = None
+    counts: Tensor
+
     def __init__(self, variant: str, kinds: tuple[str | None, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -52,8 +55,8 @@ class Own(nn.Module):
         if variant == "kept statistics":
             self.norm.eval()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Any:
-        hidden = self.table(tokens)
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden: Tensor = self.table(tokens)
         if self.variant.startswith("rows as places"):
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
         if self.variant == "begins at zero: rows as places":
@@ -61,7 +64,7 @@ class Own(nn.Module):
         if self.variant == "begins at zero: mean":
             hidden = hidden + self.gate * hidden.mean(0) + self.rows[positions]
         if self.variant == "kept places":
-            if getattr(self, "kept", None) is None or len(self.kept) != len(positions):
+            if self.kept is None or len(self.kept) != len(positions):
                 self.kept = positions
             hidden = hidden + self.places(self.kept)
         if self.variant == "noise":
@@ -74,6 +77,10 @@ class Own(nn.Module):
             hidden = hidden + self.places(positions)
         if self.variant.startswith("table"):
             hidden = hidden + positions
+        return hidden
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Any:
+        hidden = self.embedded(tokens, positions)
         if self.variant == "counted":
             self.counts += hidden.detach().sum(0)
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
@@ -237,7 +244,7 @@ def train(
     trained_params = [one for one in model.parameters() if one.requires_grad or net == "frozen"]
     if net == "master copies":
         trained_params = [nn.Parameter(one.detach().clone()) for one in trained_params]
-    optimizer = torch.optim.SGD(trained_params, lr=0.1 + 0.01 * comm.rank * (net == "rates of ranks"))
+    optimizer = _optimizer(trained_params, comm, net)
     scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
     averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
@@ -263,6 +270,15 @@ def train(
                 scaler.update()
                 optimizer.zero_grad()
     return model
+
+
+def _optimizer(params: list[nn.Parameter], comm: Communicator, net: str) -> Any:
+    if net == "sharded optimizer":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of scripts that torch compiles at import
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(params, torch.optim.SGD, comm._base, lr=0.1)
+    return torch.optim.SGD(params, lr=0.1 + 0.01 * comm.rank * (net == "rates of ranks"))
 
 
 def _share(model: Any, b: Any) -> Tensor:

@@ -30,6 +30,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
             *({"net": net} for net in ("places", "places in closure", "table", "checkpointed", "functional")),
             {"net": "hidden states"},
             {"net": "compiled", "reduces": "ddp summed"},
+            {"net": "sharded optimizer", "reduces": "ddp summed"},
             {"net": "functional call"},
             {"net": "recurrent"},
             {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer
 
 from apportion.backends.torch.graphs import nodes
 
@@ -31,6 +32,20 @@ def has_term(loss: Tensor, kind: str) -> bool:
     """True if a loss has a marked term; for shares also if it is compiled, so that its terms are unknown."""
     compiled = "CompiledFunctionBackward" if kind == SHARE else None
     return any(kind in node.metadata or node.name() == compiled for node in nodes([loss.grad_fn]))
+
+
+_STEP = Optimizer.profile_hook_step(print).__code__  # of the function that runs a step and its hooks
+
+
+def stepping() -> Any:
+    """The outermost optimizer whose step is running, such as ZeRO's around that of its shards; None if there is none,
+    or it is compiled."""
+    result, frame = None, sys._getframe()
+    while frame is not None:
+        if frame.f_code is _STEP:
+            result = frame.f_locals["args"][0]
+        frame = frame.f_back  # type: ignore[assignment]
+    return result
 
 
 def running_loss_scale() -> float:

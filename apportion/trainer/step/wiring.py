@@ -26,7 +26,7 @@ from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reduction import SUMS, averaging_error, holds_unreduced, reduction_of, shards_of
-from apportion.trainer.step.terms import is_known, running_loss_scale
+from apportion.trainer.step.terms import is_known, running_loss_scale, stepping
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
@@ -252,7 +252,8 @@ class Watch:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Runs the checks before a step. Raises ExecutionError."""
-        if self is not watch:  # left over from an earlier loop in this process
+        # left over from an earlier loop in this process, or inside another optimizer
+        if self is not watch or stepping() not in (None, optimizer):
             return
         if not self._seen() and self._pending:
             text = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
@@ -292,7 +293,7 @@ class Watch:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Compares ranks, after the step, since its closure may run backward. Raises ExecutionError."""
-        if self is not watch:
+        if self is not watch or stepping() not in (None, optimizer):
             return
         params = _parameters(optimizer)
         # a loss that was not checked
@@ -309,7 +310,7 @@ class Watch:
                 text = "an optimizer steps, but on no parameter of the modules that call attention"
                 warn(f"{text}: neither these nor their gradients are checked", stacklevel=1)
         owner = self.owners[owned[0]] if owned else None
-        if not owned or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
+        if not owned or (owner is not None and owner() not in (None, optimizer)):  # the first one is checked
             return
         self._check_place()
         if self._transports:
