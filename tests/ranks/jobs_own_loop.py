@@ -261,6 +261,7 @@ def train(
             else:
                 share = _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
                 scaler.scale(share).backward()
+            optimizer.zero_grad() if net == "zeroed early" and not b.is_last else None
             if b.is_last:
                 if net == "evaluated":
                     list(PlannedLoader(data, **options, communicator=plan_comm))

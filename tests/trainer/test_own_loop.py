@@ -133,6 +133,10 @@ SWAPPED = r"UserWarning: the attention kinds \['far', 'near'\] could be swapped 
         ),
         ({"net": "rows as places"}, f"{OWN} places {ROWS}"),
         ({"net": "rows as places, compiled"}, f"{OWN} places {ROWS}"),
+        (
+            {"net": "zeroed early", "reduces": "ddp summed"},
+            r"UserWarning: \d+ gradients have changed before microbatch 1 of iteration 0, other than by a backw",
+        ),
         ({"net": "kept places"}, f"{OWN} places {ROWS}"),
         ({"net": "largest position from 50 on"}, f"{OWN} layers.0 {ROWS}"),
         ({"net": "noise"}, "Own gives different results each time: its layers are not checked"),

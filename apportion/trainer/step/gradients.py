@@ -138,6 +138,7 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
         raise ConfigError("model", type(model).__name__, "has gradients that are sums already", remedy)
     reduction = Reduction(type(model).__name__, dist.get_world_size(group), True)
     wiring.watch.check_scaled(partial(check_reduction, reduction, counted=wiring.watch.ranks))
+    wiring.watch.accumulation.forget()
 
 
 def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:

@@ -165,6 +165,7 @@ def check_scale(
     if grad is None:
         return
     watch = wiring.watch
+    watch.begin_backward()
     watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
     if has_unmarked_path(known):
         warn(f"the loss has a term other than its cross entropy: {wiring.UNKNOWN}", stacklevel=1)

@@ -24,6 +24,7 @@ from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ExecutionError
+from apportion.trainer.step.accumulation import Accumulation
 from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reduction import SUMS, averaging_error, holds_unreduced, reduction_of, shards_of
 from apportion.trainer.step.terms import is_known, running_loss_scale, stepping
@@ -89,6 +90,7 @@ class Watch:
         #: of an iteration, microbatch -> divisors of its losses of labels other than the batch's
         self._divisors: tuple[int, dict[int, list[float]]] = -1, {}
         self._pending: list[PlanHandle] = []
+        self.accumulation = Accumulation()
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
         self._hook: Any = None
@@ -159,6 +161,12 @@ class Watch:
         """Notes the plan of a running backward whose loss has no known term."""
         if not (self.settled or handle in self._unmarked or is_known()):
             self._unmarked.add(handle)
+        self.begin_backward(checks=False)
+
+    def begin_backward(self, checks: bool = True) -> None:
+        """Called in a backward of the latest microbatch, before ranks have been compared; see `Accumulation.begin`."""
+        if not (self.settled or self.staged or self.latest is None):
+            self.accumulation.begin(self.latest, self.owners, checks)
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
