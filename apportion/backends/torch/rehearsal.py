@@ -142,7 +142,7 @@ def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callab
     """Runs a block without noise or gradients, in float32 or wider, and with other values for constant parameters.
     Yields a function that restores the state of modules and of `others` (configs), which is also restored at the end,
     like the parameters."""
-    precision, restore = torch.get_float32_matmul_precision(), _snapshot(model, others)
+    precision, restore = torch.get_float32_matmul_precision(), snapshot(model, others)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
@@ -152,7 +152,7 @@ def noiseless(model: Any, device: torch.device, *others: Any) -> Iterator[Callab
             torch.autocast(device.type, enabled=False),
             _varied(model),
         ):
-            yield _snapshot(model, others)
+            yield snapshot(model, others)
     finally:
         torch.set_float32_matmul_precision(precision)
         restore()
@@ -187,7 +187,7 @@ def _varied(model: Any) -> Iterator[None]:
             values.copy_(constant)
 
 
-def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
+def snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that restores whatever forward may change: attributes of modules and configs, their dicts
     (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
     dicts = [vars(obj) for obj in (*model.modules(), *others)]

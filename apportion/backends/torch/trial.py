@@ -26,7 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.rehearsal import LOW, ExactMode, Rehearsal, is_whole, noiseless, recording
+from apportion.backends.torch.rehearsal import (
+    LOW,
+    ExactMode,
+    Rehearsal,
+    is_whole,
+    noiseless,
+    recording,
+    snapshot,
+)
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
@@ -252,15 +260,17 @@ class ModuleCall:
         order, rows = torch.randperm(count, generator=draw), torch.arange(count)
         is_last = positions[order] == positions.max()  # left out: models may read a rank's largest position
         fewer = order[is_last.int().argsort(stable=True)][: max(2, int(_PART * count))]
-        full, is_local, differences = None, is_whole(self.module), list[str | None]()
-        # a state that is kept does not change equal rows, and must not be that of other rows
-        runs = (rows, True), (rows, True), (rows, False), (order, False), (fewer, True)
+        is_local, parts = is_whole(self.module), list[Part]()
+        # (rows, number of the run with which results are compared): the third and the fourth begin with the state that
+        # the second has kept, the others with the module's; all of them on every rank, since a module may communicate
+        runs = (rows, None), (rows, 0), (rows, None), (order, 2), (fewer, 0)
         with noiseless(self.module, device) as reset:
-            for indexes, resets in runs:  # all of them on every rank, since a module may communicate
-                part = Part(indexes, self.results, full)
+            for number, (indexes, other) in enumerate(runs):
+                part = Part(indexes, self.results, None if other is None else parts[other])
                 part.exact = is_local or self.results[0][0].dtype not in LOW
-                if resets:
-                    reset()
+                if number == 2:
+                    keep = snapshot(self.module, ())
+                (keep if number in (2, 3) else reset)()
                 try:
                     set_part(part)
                     with (
@@ -275,12 +285,11 @@ class ModuleCall:
                     return f"cannot run on {len(indexes)} of its rows ({type(error).__name__}: {error})"
                 finally:
                     set_part(None)
-                differences.append(None if full is None else part.first_difference())
-                full = full or part
-        _, random, kept, reordered, cut = differences
+                parts.append(part)
+        random, reordered, cut = (parts[number].first_difference() for number in (1, 3, 4))
         if random is not None:
             return "gives different results each time"
-        if (differs := cut or (None if kept else reordered)) is not None:
+        if (differs := cut or reordered) is not None:
             rule = f"{differs} computes or receives rows that depend on other rows, their number or order"
             raise ConfigError("model", type(self.module).__name__, rule, _REMEDY)
         return None

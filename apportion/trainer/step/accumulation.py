@@ -16,12 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apportion.trainer.step.microbatch import Microbatch
 
 _CLOSE = 1e-5  # relative tolerance of norms
+_SAMPLED = 64  # parameters whose gradients are compared
 _ROUNDS = 3  # callbacks of callbacks, after which DDP and FSDP2 have set the gradients of a backward
 _engine: Any = Variable._execution_engine
 
 
 class Accumulation:
-    """Norms of gradients at the end of the latest backward of an iteration."""
+    """Norms of some gradients at the end of the latest backward of an iteration."""
 
     def __init__(self) -> None:
         self._backward = -1  # autograd's number of the latest one
@@ -60,7 +61,7 @@ class Accumulation:
 
 def _norms_of(parameters: Iterable[Tensor]) -> Any:
     norms: Any = WeakIdKeyDictionary()
-    for parameter in [*parameters]:
+    for parameter in [*parameters][:_SAMPLED]:
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         norms[parameter] = 0.0 if grad is None else float(grad.detach().norm())
     return norms
