@@ -40,6 +40,7 @@ from apportion.ir.errors import ConfigError
 
 _ROWS, _MIN_ROWS = 64, 4  # maximum and minimum number of rows of a rerun
 _PREFIXES = 11  # prefixes of an argument that have a checksum
+_LONGER = 1.1  # growth of the longest position after which models are checked again
 _PART = 0.6  # share of the rows in the last run
 _REMEDY = (
     "compute each row only from its token and position id, with planned attention in every layer (with tensor "
@@ -64,6 +65,7 @@ class ModelTrial:
         self.over = False  # whether the modules of this pass were checked
         self._seen, self._checked, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
         self._reported = WeakSet[nn.Module]()  # modules of which a log entry tells that they are not checked
+        self._longest = 0  # position in a batch
         self._last = 0  # id of the arguments of the module's last call
 
     def begin(self) -> None:
@@ -86,6 +88,9 @@ class ModelTrial:
     ) -> nn.Module | None:
         """Records attention's results, [rows, ...] each, for the outermost module that is being called, if it is new.
         batch_tensors: tensors of the handle's batch; enabled: models that were checked elsewhere."""
+        if handle.longest > _LONGER * self._longest:
+            self.again()
+        self._longest = max(self._longest, handle.longest)
         first = next((item.handle for item in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
         if past or (outermost := _outermost_call()) is None:

@@ -38,7 +38,7 @@ class PlannedBatch(Microbatch):
     def __post_init__(self) -> None:
         wiring.watch.add(self)
         if self._replicas is None:  # groups of ranks have batches of their own
-            wiring.watch.reach(self.batch.last_position)
+            self.handle.longest = self.batch.last_position
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors on a device."""

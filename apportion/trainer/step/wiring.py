@@ -31,7 +31,6 @@ from apportion.trainer.step.terms import is_known, running_loss_scale, stepping
 
 _CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
 _FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
-_LONGER = 1.1  # growth of the longest position that makes models be checked again
 _ROUNDED = 0.01  # relative tolerance of factors in 16 bits
 _UNSTEPPED = 32  # iterations without a step of an optimizer that cause a warning
 _CLIP = "take norms over all shards, as torch.nn.utils.clip_grad_norm_ does, or p.grad.full_tensor().norm()"
@@ -94,7 +93,6 @@ class Watch:
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
         self._hook: Any = None
-        self._longest = 0  # position in a batch
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans used since the last loss; with a loss
         self._unmarked = WeakSet[Any]()  # plans with a backward of a loss that has no known term
         self.ranks = 1  # ranks over whose tokens means are taken: a plan's, times groups
@@ -121,12 +119,6 @@ class Watch:
         self._transports = [
             transport for transport in transports if transport is not None and transport.ranks > 1
         ]
-
-    def reach(self, position: int) -> None:
-        """Makes models be checked again at positions beyond those of earlier batches. position: equal on all ranks."""
-        if self.trial is not None and position > _LONGER * self._longest:
-            self.trial.again()
-        self._longest = max(position, self._longest)
 
     def record_attention(self, handle: PlanHandle) -> None:
         """Records that a layer is called under the plan, except for recomputation in backward."""
