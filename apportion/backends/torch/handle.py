@@ -75,9 +75,8 @@ class PlanHandle:
         self.gathered = self.feeds = self.fed = False
         # the wrapper, DDP or FSDP1, of the module that called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
-        self.longest = (
-            0  # largest position in its batch, equal on all ranks that compare models; 0 if unknown
-        )
+        # largest position in its batch, equal on all ranks that compare models; 0 if unknown
+        self.longest = 0
         #: gets the results of attention ops, also in compiled graphs
         self.observer: Callable[[PlanHandle, tuple[Tensor, ...]], None] | None = None
         self._checked: set[tuple[str, int | None, bool | None]] = set()

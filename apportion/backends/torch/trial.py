@@ -1,7 +1,7 @@
-"""Row-independence check of a custom loop's model in its first steps.
+"""Row-independence check of a custom loop's model, in its first step and again in some later ones.
 
-    first forward   records the module and arguments of the call in which attention ran, and a few rows of its results
-    first step      reruns the module on these rows, in another order, and on fewer of them: equal rows, or an error
+    forward         records the module and arguments of the call in which attention ran, and a few rows of its results
+    before a step   reruns the module on these rows, in another order, and on fewer of them: equal rows, or an error
 
 Models are checked again when `again` is called; those with an attribute `mixes_rows = True` are not checked.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
 import numpy as np
@@ -52,10 +52,10 @@ Results = tuple[Tensor, ...]
 
 
 class ModelTrial:
-    """Checks each of this process's models once. part: during a rerun, its `Part`, which replays attention's results.
-    eager: during a call of attention that reports its results, unlike one in a compiled graph, whose op does. handle:
-    returns the handle of the last attention call, if alive. met: whether a module called attention in this
-    pass. Modules of a later training run are checked too."""
+    """Checks each of this process's models once, and once more after `again`. part: during a rerun, its `Part`, which
+    replays attention's results. eager: during a call of attention that reports its results, unlike one in a compiled
+    graph, whose op does. handle: returns the handle of the last attention call, if alive. met: whether a module called
+    attention in this pass. Modules of a later training run are checked too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
@@ -64,7 +64,7 @@ class ModelTrial:
         self.calls = dict[nn.Module, ModuleCall]()
         self.over = False  # whether the modules of this pass were checked
         self._seen, self._checked, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
-        self._reported = WeakSet[nn.Module]()  # modules of which a log entry tells that they are not checked
+        self._reported = WeakKeyDictionary[nn.Module, set[str]]()  # texts in the log
         self._longest = 0  # position in a batch
         self._last = 0  # id of the arguments of the module's last call
 
@@ -155,10 +155,11 @@ class ModelTrial:
         return True
 
     def _report(self, module: nn.Module, text: str) -> None:
-        """Logs the text, once for each module."""
-        if module not in self._reported:
+        """Logs a text, once for each module."""
+        reported = self._reported.setdefault(module, set())
+        if text not in reported:
             getLogger(__name__).warning("%s", text)
-        self._reported.add(module)
+        reported.add(text)
 
 
 def _check_places(module: nn.Module, arguments: Any, handle: PlanHandle, known: Collection[int]) -> None:
