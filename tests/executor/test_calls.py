@@ -111,7 +111,20 @@ time.sleep(0.2)
 """
 
 
-def test_a_process_can_exit_while_a_thread_reads_the_store() -> None:
-    """A thread that returns to a finalised interpreter would abort the process."""
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)
+LAST_COLLECTIVES = """
+import sys, torch, torch.distributed as dist
+from apportion.backends.torch import calls
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+calls.calls_of(dist.group.WORLD).wait([], dist.group.WORLD, ())
+sys.setswitchinterval(100)  # gloo's threads get the GIL only when this one gives it away
+given, gathered = torch.ones(2**18), [torch.ones(2**18)]
+dist.all_gather(gathered, given, async_op=True)  # gloo's thread is the last to release the tensors
+"""
+
+
+@pytest.mark.parametrize("program", [AT_THE_END, LAST_COLLECTIVES])
+def test_a_process_can_exit_while_threads_need_the_interpreter(program: str) -> None:
+    """A thread that returns to a finalised interpreter would abort the process: one that reads the store, or gloo's."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,6 +31,7 @@ from apportion.ir.errors import ExecutionError
 
 CHECK_INTERVAL_S = 0.5  # between the watchdog's checks
 EXIT_WAIT_S = 5.0  # longest wait for the watchdog's last check when the process exits
+RELEASE_S = 0.2  # for gloo's threads when the process exits
 HISTORY_CALLS = 64  # calls in a rank's history
 _ABORT_TAG = 2**31 - 1  # the largest tag; no call uses it
 _QUOTE_LENGTH = 2000  # maximum characters of an error that other ranks quote
@@ -247,8 +248,11 @@ def quoted(error: BaseException | None) -> str:
 
 
 def _stop_watch(thread: Thread) -> None:
-    """Stops the watchdog before the interpreter exits: a store call that returns later would abort the process."""
-    _exiting.set()
+    """Runs before the interpreter exits, as a thread that needs the GIL later aborts the process: stops the watchdog,
+    which may be in a store call, and lets gloo's threads release the tensors of the last collectives."""
+    if not _exiting.is_set():
+        _exiting.set()
+        time.sleep(RELEASE_S)
     thread.join(EXIT_WAIT_S)
 
 
