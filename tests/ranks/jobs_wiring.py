@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -102,6 +103,19 @@ def trained(comm: Communicator, mistake: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         _run_loop(comm, mistake)
+
+
+def trained_before(comm: Communicator) -> None:
+    """Trains a model without plans after a planned one, which is gone; warnings are errors."""
+    trained(comm, "")
+    gc.collect()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(3):
+            model(torch.ones(1)).sum().backward()
+            optimizer.step()
 
 
 def wrapped_again(comm: Communicator) -> list[float]:

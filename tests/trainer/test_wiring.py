@@ -75,6 +75,10 @@ def test_wrong_loops_fail_at_once(pool: Pool, mistake: str, message: str) -> Non
         assert re.match(message, result), result
 
 
+def test_models_without_plans_train_after_a_planned_one(pool: Pool) -> None:
+    assert pool.errors(jobs_wiring.trained_before, 2) == ["", ""]
+
+
 def test_a_module_in_another_wrapper_sums_gradients_once(pool: Pool) -> None:
     assert pool.run(jobs_wiring.wrapped_again, 2) == [[2.0, 2.0, 2.0]] * 2
 

@@ -274,7 +274,8 @@ class Watch:
                     rule = "multiplies hidden states by the head's weight only, but the head has a bias"
                     raise ExecutionError(f"tiled_loss {rule}: make it without one, or use normalised_loss")
         has_calls = any(batch.handle.calls and not batch._staged for batch in self.batches)
-        if has_calls and self.trial is not None and not self.owners:  # a compiled step, or ping-pong layers
+        if has_calls and self.trial is not None and not (self.owners or self.settled):
+            # a compiled step, or ping-pong layers
             self.add_unknown(_parameters(optimizer))
         if has_calls and holds_unreduced(_parameters(optimizer)):
             rule = (
@@ -304,7 +305,8 @@ class Watch:
         if any(isinstance(param, DTensor) and param not in self.owners for param in params):
             self.track([*shards_of(self.owners)])
         owned = [param for param in params if param in self.owners]
-        if not owned and self.trial is not None and self.trial.met and not any(self.owners.values()):
+        met = self.trial is not None and self.trial.met
+        if not owned and met and self.owners and not any(self.owners.values()):  # the met modules still exist
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps == 2:
                 text = "an optimizer steps, but on no parameter of the modules that call attention"
