@@ -81,6 +81,12 @@ def test_execution_imports_no_planner_and_no_solver() -> None:
     assert not {"apportion.planner.api", "scipy", "torch"} & set(loaded)
 
 
+@pytest.mark.parametrize("name", ["PlannedLoader", "PlanHandle"])
+def test_policies_of_selective_checkpointing_can_name_ops_that_have_not_run(name: str) -> None:
+    code = f"import torch, apportion as ap; ap.{name}; ops = torch.ops.apportion; print(ops.attend, ops.fold, ops.halo)"
+    assert run_python("-c", code) == "apportion.attend apportion.fold apportion.halo\n"
+
+
 def test_help_imports_few_modules() -> None:
     loaded = run("import json, sys, apportion.cli; print(json.dumps({'loaded': sorted(sys.modules)}))")[
         "loaded"
