@@ -98,7 +98,9 @@ class _Iteration:
         self.replicas = self.transport.ranks // table.stages
         self.stage, self.replica = divmod(self.transport.rank, self.replicas)
         self.last = table.stages * table.virtual - 1
-        self.pieces = [[piece_of(layer, (first,)) for layer in chunk] for chunk in self.pipe.chunks]
+        self.pieces = [
+            [piece_of(layer, (first,), self.device) for layer in chunk] for chunk in self.pipe.chunks
+        ]
         self.batches = self._microbatches()
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.train:

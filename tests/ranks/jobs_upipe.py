@@ -30,6 +30,7 @@ class Sizes:
     hidden: int = 12
     depth: int = 1
     dtype: torch.dtype = torch.float64
+    autocast: bool = False
 
 
 class Layer(nn.Module):
@@ -74,10 +75,13 @@ class Stack(nn.Module):
         return hidden
 
 
-def results(stack: Any, hidden: Any, loss_weight: Any, *arguments: Any) -> tuple[Any, Any, dict[str, Any]]:
+def results(
+    stack: Any, autocast: bool, hidden: Any, loss_weight: Any, *arguments: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """out, the gradient of hidden, and the gradients of all parameters by name (unsharded under FSDP2)."""
     x = jobs.leaf(hidden, next(stack.parameters()).dtype)
-    out = stack(x, *arguments)
+    with torch.autocast("cpu", torch.bfloat16, autocast):
+        out = stack(x, *arguments)
     (out * torch.from_numpy(loss_weight).to(out.dtype)).sum().backward()
     grads = {name: _whole(p.grad).double().numpy() for name, p in stack.named_parameters()}
     return out.detach().double().numpy(), x.grad.double().numpy(), grads
@@ -100,7 +104,7 @@ def run_planned(
         mesh = DeviceMesh.from_group(comm._groups[0], "cpu")
         for module in (*stack.layers, stack):
             fully_shard(module, mesh=mesh, reshard_after_forward=sharded)
-    return results(stack, hidden, loss_weight, handle.position_ids, handle, None)
+    return results(stack, sizes.autocast, hidden, loss_weight, handle.position_ids, handle, None)
 
 
 def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, tuple[int, ...]]]:

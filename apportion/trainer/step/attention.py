@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -33,6 +33,9 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.tensors import Tensor as Name
 from apportion.trainer.step import own_loss, wiring
 from apportion.trainer.step.projection import check_projection
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _IN_PLAN = "the mask is part of the plan: pass it to the batch that you plan"
 _DROPOUT = "attention dropout is not supported: forward and backward would draw masks on different ranks"
@@ -149,7 +152,7 @@ def planned_latent_attention(
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
     home = {Name.Q: rows[:1], Name.KV: rows[1:]}
     declared = window, causal, _layer_name(layer)
-    expand_now = _with_current_autocast(expand, q)
+    expand_now = with_current_autocast(expand, q.device.type)
 
     def run() -> tuple[Tensor, ...]:
         return (
@@ -181,25 +184,33 @@ def planned_attention_block(
     hidden [rows, E] and position_ids [rows] of the rank's rows. project(hidden, position_ids, q_heads,
     kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
     in this order (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
-    that need gradients. If the plan does not project, all heads are projected at once. Returns out [rows,
-    Hq, Dv]. Raises the errors of `planned_attention`.
+    that need gradients. If the plan does not project, all heads are projected at once. Autocast holds
+    for `project` in backward too, and rows are cast to the plan's dtype under it. Returns out [rows, Hq,
+    Dv]. Raises the errors of `planned_attention`.
     """
     name = handle.kind(kind)
     header = handle.slice.header
     heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
     if not handle.projects(name):
         q, k, v = project(hidden, position_ids, *heads)
+        if autocast:
+            q, k, v = (rows.to(handle.dtype) for rows in (q, k, v))
         result: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
         return result
     score, weights = score_of(header.head_dim, scale, softcap), tuple(params)
+    project_now = with_current_autocast(project, device)
+    if autocast:
+        hidden = hidden.to(handle.dtype)
 
     def run() -> tuple[Tensor, ...]:
         home = {Name.X: (hidden, position_ids)}
-        return (attend_layer(handle, name, home, Layer(score, sinks, project, params=weights)),)
+        return (attend_layer(handle, name, home, Layer(score, sinks, project_now, params=weights)),)
 
     (result,) = run_recorded(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
-        check_projection(lambda x, at: project(x, at, *heads), weights, hidden, position_ids)
+        check_projection(lambda x, at: project_now(x, at, *heads), weights, hidden, position_ids)
     return result
 
 
@@ -233,16 +244,16 @@ def run_recorded(
     return results
 
 
-def _with_current_autocast(expand: Expansion, q: Tensor) -> Expansion:
-    """Wraps `expand` to use this call's autocast in backward too."""
-    device = q.device.type
+def with_current_autocast(function: Callable[P, R], device: str) -> Callable[P, R]:
+    """Wraps a layer's function, which backward calls again, to use this call's autocast there too."""
     if not torch.is_autocast_enabled(device):
-        return expand
+        return function
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(compressed: Tensor, rotated: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        with torch.autocast(device, dtype):
-            return expand(compressed, rotated, heads)
+    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
+        # before 2.10 torch keeps weights that it casts without grad mode, and later uses of them get no gradient
+        with torch.autocast(device, dtype, cache_enabled=False):
+            return function(*args, **kwargs)
 
     return cast
 

@@ -23,7 +23,7 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.pingpong import Post, Pre
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.plan.tables import Header
-from apportion.trainer.step.attention import score_of
+from apportion.trainer.step.attention import score_of, with_current_autocast
 
 __all__ = ["PingPongLayer", "ping_pong", "ping_pong_attention"]
 
@@ -95,7 +95,7 @@ def ping_pong(
     handles = _same_ranks(handle_a, handle_b)
     for name, hidden, handle in (("hidden_a", hidden_a, handle_a), ("hidden_b", hidden_b, handle_b)):
         check_shape(name, hidden, (handle.padded_rows, *hidden.shape[1:]))
-    pieces = [piece_of(layer, handles) for layer in layers]
+    pieces = [piece_of(layer, handles, hidden_a.device) for layer in layers]
     return backend.run_pair(handles, (pieces, pieces), hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)
 
 
@@ -124,14 +124,15 @@ def ping_pong_attention(
     return backend.run_pair(handles, ([piece(a)], [piece(b)]), ping, pong)
 
 
-def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Piece:
+def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle], device: torch.device) -> backend.Piece:
     """The backend's piece of a layer, for plans that have its kind."""
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
         rule = "the plan of a half projects a few heads at a time, which `pre` cannot do"
         raise ConfigError("pre", layer.pre, rule, "pass `project` instead, as in planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
-    return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
+    project = layer.project and with_current_autocast(layer.project, device.type)
+    return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, project)
 
 
 def _pre(layer: PingPongLayer, header: Header) -> Pre:
