@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
+from apportion import Samples
 from tests.adapters import jobs_hf_trainer as jobs
 from tests.ranks.rank_pool import RankError
 
@@ -110,3 +112,11 @@ def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, 
 
 def test_evaluation_on_training_samples_has_a_loader_of_its_own(pool: Any, tmp_path: Path) -> None:
     assert pool.run(jobs.on_training_samples, 1, tmp_path) == [[2, 1]]
+
+
+def test_a_transform_of_the_dataset_decides_lengths() -> None:
+    dataset = Dataset.from_dict({"text": ["a b c", "d"]})
+    dataset.set_transform(lambda rows: {"input_ids": [[*map(ord, text[::2]), 0] for text in rows["text"]]})
+    samples = Samples(dataset)
+    assert samples.lengths.tolist() == [4, 2]
+    assert samples[0]["input_ids"] == [97, 98, 99, 0]

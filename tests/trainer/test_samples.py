@@ -151,6 +151,26 @@ def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> N
     assert (dropped[0], dropped.kept.tolist()) == ([1, 2], [1])
 
 
+@pytest.mark.parametrize("limit", [None, 5])
+def test_samples_that_became_longer_are_refused(limit: int | None) -> None:
+    samples = [TOKENS[:4], TOKENS]
+    loader = ap.PlannedLoader(ap.Samples(samples, limit=limit, overlong="cut"), **planning(job()))
+    samples[:] = [TOKENS[:5], [*TOKENS, 19]]
+    with pytest.raises(
+        ExecutionError, match=r"sample \d has shape \(\d,\), but was planned with length \d: give "
+    ):
+        list(loader)
+
+
+def test_fields_of_another_length_than_their_tokens_are_not_cut() -> None:
+    labels = {"input_ids": TOKENS, "labels": [*TOKENS, 19]}
+    for options in ({}, {"limit": 5, "overlong": "cut"}):
+        with pytest.raises(
+            ConfigError, match=r"sample 0: labels = .shape \(9,\).: must have an entry for each of the"
+        ):
+            list(ap.PlannedLoader(ap.Samples([labels], **options), **planning(job())))
+
+
 # ---- streams
 
 

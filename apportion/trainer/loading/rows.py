@@ -312,7 +312,10 @@ def _sample(sample: Sample, length: int, number: int) -> _Sample:
         raise ConfigError(label, sorted(map(str, sample)), rule, remedy)
     tokens = _to_int64(f"{label}: {TOKENS}", sample[TOKENS])
     if tokens.shape != (length,):
-        raise ExecutionError(f"{label} has shape {tuple(tokens.shape)}, but was planned with length {length}")
+        rule = f"has shape {tuple(tokens.shape)}, but was planned with length {length}"
+        raise ExecutionError(
+            f"{label} {rule}: give the loader the lengths that samples have when they are read"
+        )
     _refuse_unapplied(label, sample, length)
     dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
     fields = {

@@ -69,6 +69,7 @@ class Samples(Dataset):
         is_overlong = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
         self.dropped, self.cut = (int(is_overlong.sum()) * (overlong == option) for option in ("drop", "cut"))
         self.kept: Ints = np.flatnonzero(~is_overlong) if overlong == "drop" else np.arange(len(packs))
+        self._found = longest[self.kept]  # before cutting
         packs = [_truncate(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         has_packs = any(len(pack) > 1 for pack in packs)
@@ -79,16 +80,20 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         sample: Any = self._dataset[int(self.kept[index])]
-        length = int(self.lengths[index])
         if not isinstance(sample, Mapping):
-            return sample[:length]
+            return self._cut(index, sample)
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
         fields = {name: sample[name] for name in sample if name in names}
         if sample.keys() & {LENGTHS, POSITIONS}:
             self._check_documents(index, sample)
             if np.asarray(fields.get(ATTENTION, 1)).all():
                 fields.pop(ATTENTION, None)  # some packers number the documents in it
-        return {name: value[:length] if np.ndim(value) else value for name, value in fields.items()}
+        return {name: self._cut(index, value) for name, value in fields.items()}
+
+    def _cut(self, index: int, value: Any) -> Any:
+        """Cuts a value with an entry for each token of an overlong sample; the loader refuses other lengths."""
+        found, length = int(self._found[index]), int(self.lengths[index])
+        return value[:length] if length < found and np.ndim(value) and len(value) == found else value
 
     def _check_documents(self, index: int, sample: Mapping[str, Any]) -> None:
         """Raises ExecutionError if a packed row has other documents than its mask, such as after packing anew."""
@@ -102,9 +107,9 @@ class Samples(Dataset):
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:
-    """Yields the lengths of each sample's documents."""
+    """Yields the lengths of each sample's documents. A transform may change them, so its results are read."""
     names = getattr(dataset, "column_names", None)
-    if names is None or not hasattr(dataset, "with_format"):
+    if names is None or getattr(dataset, "format", {"type": "custom"})["type"] == "custom":
         for i in range(len(dataset)):
             sample = dataset[i]
             yield _pack(i, sample if isinstance(sample, Mapping) else {TOKENS: sample})
