@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.masks.spec import Mask
 from apportion.ir.request.hf_config import masks_of
 from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
@@ -116,10 +117,12 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             self._check_columns(dataset)
             mask = masks_of(self.model.config.get_text_config().to_dict())
             samples = Samples(dataset, columns={*self._signature_columns, "labels"}, mask=mask)
-            accumulated = {"microbatches": self.args.gradient_accumulation_steps}
-            defaults = accumulated if is_training else {"shuffle": False, "drop_last": False}
-            planned_loader = loader(samples, self.model, **{**(self._options or {}), **defaults})
-            self._loaders[key] = dataset, planned_loader
+            options = dict(self._options or {})
+            if is_training:
+                options["microbatches"] = self.args.gradient_accumulation_steps
+            else:
+                options = _evaluation_options(options) | {"shuffle": False, "drop_last": False}
+            self._loaders[key] = dataset, loader(samples, self.model, **options)
         return self._loaders[key][1]
 
     def _check_columns(self, dataset: Any) -> None:
@@ -243,6 +246,15 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
             load_result = self.model.load_state_dict(saved.state_dict())
         super()._issue_warnings_after_load(load_result)
+
+
+def _evaluation_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `planned` without those of the training samples. Raises ConfigError for masks, one per sample."""
+    masks = options.get("masks")
+    if not isinstance(masks, Mask | Mapping | None):
+        rule, remedy = "has one for each training sample", "pass a loader as eval_dataset"
+        raise ConfigError("planned.masks", type(masks).__name__, rule, remedy)
+    return {name: value for name, value in options.items() if name not in ("sampler", "lengths")}
 
 
 def _name(cls: type) -> tuple[str, str]:

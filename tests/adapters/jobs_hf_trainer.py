@@ -227,13 +227,20 @@ def own_loss(comm: Communicator, folder: Path, kind: str) -> Any:
 
 
 def on_training_samples(comm: Communicator, folder: Path) -> Any:
-    """The microbatches of the loaders that train and evaluate on one dataset."""
+    """The microbatches of the loaders that train and evaluate on one dataset, and the samples of their batches."""
     data = Dataset.from_list([{"input_ids": [1, 2, 3, 4]}] * 2)
-    planned = {"cluster": Cluster(1, comm.ranks), "tokens_per_rank": 4, "communicator": comm}
+    sampler = [[[1], [1]]]
+    planned = {
+        "cluster": Cluster(1, comm.ranks),
+        "tokens_per_rank": 4,
+        "communicator": comm,
+        "sampler": sampler,
+    }
     options: Any = {"train_dataset": data, "eval_dataset": data, "planned": planned}
     trainer = PlannedTrainer(hf.enable(new_model("llama")), arguments(folder), **options)
     passes = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
-    return [one.dataset.epochs.loader.job.microbatches for one in passes]
+    loaders = [one.dataset.epochs.loader for one in passes]
+    return [(one.job.microbatches, [int(b.sample_ids[0]) for b in one]) for one in loaders]
 
 
 def set_rank_environment(comm: Communicator) -> None:

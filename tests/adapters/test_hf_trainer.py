@@ -111,7 +111,7 @@ def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, 
 
 
 def test_evaluation_on_training_samples_has_a_loader_of_its_own(pool: Any, tmp_path: Path) -> None:
-    assert pool.run(jobs.on_training_samples, 1, tmp_path) == [[2, 1]]
+    assert pool.run(jobs.on_training_samples, 1, tmp_path) == [[(2, [1, 1]), (1, [0, 1])]]
 
 
 def test_a_transform_of_the_dataset_decides_lengths() -> None:
