@@ -41,6 +41,7 @@ from apportion.ir.request.hf_fields import (
     text_config,
 )
 from apportion.ir.request.hf_layers import recurrence_of
+from apportion.trainer.loading.arguments import own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.row_independence import check_rows
@@ -327,7 +328,7 @@ def loader(
     wiring.watch.add_unknown(model.parameters())
     config = model.config.get_text_config().to_dict()
     own_dtype = next(name for name, value in DTYPES.items() if value == inner.dtype)
-    if getattr(dataset, "masks", None) is None and options.get("masks") is None:
+    if own_masks(dataset) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
     planned_model = replace(model_of(config), dtype=dtype or own_dtype, sent_gradients=sent_gradients)
     own_options: LoaderOptions = {"rows_multiple": 1, "drop_last": True, **options}

@@ -30,6 +30,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.iteration.ticks import TickTable
+from apportion.trainer.loading.arguments import own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.shared import (
@@ -100,7 +101,7 @@ def planned_loader(
     hosts = parallel_state.get_data_parallel_group_gloo()
     communicator = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    masks = kinds(config)[1] if getattr(dataset, "masks", None) is None else None
+    masks = kinds(config)[1] if own_masks(dataset) is None else None
     settings: LoaderOptions = {"masks": masks, "communicator": communicator, "rows_multiple": rows}
     settings = {**settings, "drop_last": True, **options}
     loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **settings)

@@ -23,6 +23,7 @@ from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.iteration.ticks import TickTable, tick_table
+from apportion.trainer.loading.arguments import own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import (
@@ -239,7 +240,7 @@ class PlannedDataLoader(BaseDataLoader):
         options["rows_multiple"] = config.rows_multiple * placement.pop("tp")
         options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
         masked_by = placement.pop("masked_by", None)
-        if getattr(data, "masks", None) is not None:
+        if own_masks(data) is not None:
             placement.pop("masks", None)
         elif masked_by is not None:
             remedy = "give the dataset masks, or the layers sliding_window_size"

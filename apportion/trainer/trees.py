@@ -218,16 +218,28 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     """[rows]: the forest's flat row of each row on this rank; -1 for padding."""
     if batch is None:
         return np.arange(len(forest.tokens))
+    drawn = np.sort(np.asarray(batch.samples))
+    if len(repeated := drawn[1:][drawn[1:] == drawn[:-1]]):
+        message = (
+            f"tree {repeated[0]} is in the microbatch more than once, and a sample has one log-probability"
+        )
+        raise ExecutionError(f"{message} per token: draw each tree once, or repeat its samples in `fold`")
     columns = batch.sample_ids, batch.local_to_sample, batch.tokens
     tree, position, tokens = (x.cpu().numpy() for x in columns)
     index = np.clip(tree, 0, len(forest) - 1)
     flat = np.where((tree == index) & (position < forest.lengths[index]), forest.trees[index] + position, -1)
-    is_known = (tree < 0) | ((flat >= 0) & (forest.tokens[flat] == tokens))
+    is_padding = tree < 0
+    is_known = is_padding | ((flat >= 0) & (forest.tokens[flat] == tokens))
     if not is_known.all():
         first = int(np.flatnonzero(~is_known)[0])
         row = f"row {first} is token {position[first]} of item {tree[first]}"
         rule = f"the forest of {len(forest)} trees has no such token: pass the loader's forest to unfold"
         raise ExecutionError(f"{row}, and {rule}")
+    if not (is_padding | (forest.position_ids[flat] == batch.position_ids.cpu().numpy())).all():
+        rule = (
+            "the batch was not planned with the masks of the forest: give the loader the forest, or its masks"
+        )
+        raise ExecutionError(f"{rule} as masks=")
     return flat
 
 

@@ -76,7 +76,8 @@ def verbs(comm: Communicator, arguments: dict[str, Any], seed: int) -> tuple[boo
         if first >= 0 and direct[first] >= 0:
             grads[direct[first]] += weights[token]
     gradients_match = bool(torch.equal(x.grad, batch.shard_tokens(grads)))
-    return exact, rolled[: batch.handle.rows].tolist() == expected, gradients_match
+    chained = bool(torch.equal(batch.roll(rolled), batch.roll(batch.labels, 2)))
+    return exact, rolled[: batch.handle.rows].tolist() == expected, chained, gradients_match
 
 
 def padded(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import ConcatDataset, Subset
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError
@@ -88,7 +90,10 @@ def test_a_packed_row_is_split_into_documents(packed: Any) -> None:
     samples = [{"input_ids": TOKENS, **packed}]
     samples_found = ap.Samples(samples)
     assert samples_found.masks == [ap.masks.documents([3, 4, 1])]
-    assert set(ap.Samples(samples, columns=["input_ids", *packed])[0]) == {"input_ids"}
+    assert ap.Samples(samples, columns=["input_ids", *packed])[0] == {
+        "input_ids": TOKENS,
+        "seq_lengths": [3, 4, 1],
+    }
     batch = batch_of(*samples)
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert batch.labels.tolist() == [11, 12, IGNORED, 14, 15, 16, IGNORED, IGNORED]
@@ -99,8 +104,34 @@ def test_a_row_that_was_packed_anew_is_refused() -> None:
     loader = ap.PlannedLoader(ap.Samples(samples), **planning(job()))
     assert len(list(loader)) == 1
     samples[0]["seq_lengths"] = [5, 3]
-    with pytest.raises(ExecutionError, match=r"sample 0 has documents of \[5, 3\] tokens.*planned "):
+    with pytest.raises(ConfigError, match=r"sample 0: seq_lengths = \[5, 3\]: was planned .* \[3, 5\]"):
         list(loader)
+
+
+class Wrapped(Plain):
+    """Samples that kept their lengths and lost their masks."""
+
+    def __init__(self, samples: ap.Samples) -> None:
+        super().__init__([samples[i] for i in range(len(samples))], samples.lengths.tolist())
+
+
+def test_documents_of_samples_in_other_datasets_are_kept_or_refused() -> None:
+    samples: Any = ap.Samples([[1, 2], {"input_ids": TOKENS, "seq_lengths": [3, 5]}])
+    unpacked: Any = ap.Samples([[3, 4, 5]])
+    joined = ConcatDataset([unpacked, Subset(samples, [1]), samples])
+    for dataset, positions in (
+        (Subset(samples, [1]), [0, 1, 2, 0, 1, 2, 3, 4]),
+        (Subset(joined, [1, 0]), [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]),
+        (ConcatDataset([unpacked, unpacked]), [0, 1, 2] * 2),
+    ):
+        (batch,) = ap.PlannedLoader(dataset, **planning(job()), shuffle=False)
+        assert batch.position_ids.tolist() == positions
+    with pytest.raises(
+        ConfigError, match=r"sample 1: seq_lengths = \[3, 5\]: was planned .* \[8\] tokens; .* wraps"
+    ):
+        list(ap.PlannedLoader(Wrapped(samples), **planning(job())))
+    with pytest.raises(ConfigError, match="dataset's masks"):
+        ap.PlannedLoader(joined, **planning(job()), masks=ap.masks.causal())
 
 
 def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
@@ -145,7 +176,7 @@ def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> N
     cut = ap.Samples(samples, limit=5, overlong="cut")
     assert (cut.cut, cut.dropped, cut.lengths.tolist()) == (2, 0, [5, 2, 5])
     assert cut.masks == [ap.masks.documents([3, 2]), None, None]
-    assert cut[2] == {"input_ids": TOKENS[:5], "loss_mask": [1] * 5}
+    assert cut[2] == {"input_ids": TOKENS[:5], "loss_mask": [1] * 5, "seq_lengths": [5]}
     dropped = ap.Samples(samples, limit=5, overlong="drop")
     assert (dropped.cut, dropped.dropped, dropped.lengths.tolist()) == (0, 2, [2])
     assert (dropped[0], dropped.kept.tolist()) == ([1, 2], [1])
@@ -216,6 +247,32 @@ def test_a_stream_resumes_after_the_last_batch(stop: int) -> None:
     second.load_state_dict(state)
     assert samples_of(second) == whole[stop:]
     assert samples_of(first) == whole  # an abandoned pass starts over
+
+
+class Skipping(Stream):
+    """Its rest is a new stream, as in Hugging Face datasets."""
+
+    def skip(self, count: int) -> Any:
+        stream = Skipping(self.count)
+        stream.first = self.first + count
+        return stream
+
+    first = 0
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), self.first, None)
+
+
+@pytest.mark.parametrize("stop", [0, 5])
+def test_a_stream_that_skips_has_the_epoch_of_the_loader(stop: int) -> None:
+    first, second = (ap.StreamedLoader(Skipping(40), **planning(job(tokens=30)), buffer=16) for _ in range(2))
+    first.set_epoch(1)
+    passing = iter(first)
+    head = samples_of(islice(passing, stop))
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(1)
+    rest = samples_of(second)
+    assert sorted(token for batch in (*head, *rest) for token in batch) == [*range(1000, 1040)]
 
 
 def test_too_few_samples_for_an_iteration_at_the_end_of_a_stream_are_dropped() -> None:

@@ -140,7 +140,7 @@ def test_token_functions_are_inverses_with_exact_gradients(pool: Pool, options: 
     more = {} if mask is None else {"masks": mask, "sampler": [[0]]}
     for ranks in (1, 3):
         kwargs = planning(job(ranks, 66), **options, **more)
-        assert pool.run(jobs_seam.verbs, ranks, kwargs, 5) == [(True, True, True)] * ranks
+        assert pool.run(jobs_seam.verbs, ranks, kwargs, 5) == [(True,) * 4] * ranks
 
 
 def test_token_functions_refuse_a_wrong_number_of_rows() -> None:

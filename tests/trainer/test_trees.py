@@ -103,8 +103,9 @@ def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> 
     sample_ids, local_to_sample = torch.tensor([samples, places], dtype=torch.int64).view(2, -1)
     rows = forest.trees[sample_ids.clamp(0, len(forest) - 1).numpy()] + local_to_sample.numpy()
     tokens = torch.from_numpy(forest.tokens[np.clip(rows, 0, len(forest.tokens) - 1)])
-    columns = {"sample_ids": sample_ids, "local_to_sample": local_to_sample, "tokens": tokens}
-    return SimpleNamespace(**columns, handle=alone)
+    position_ids = torch.from_numpy(forest.position_ids[np.clip(rows, 0, len(forest.tokens) - 1)])
+    columns = {"local_to_sample": local_to_sample, "tokens": tokens, "position_ids": position_ids}
+    return SimpleNamespace(sample_ids=sample_ids, **columns, samples=np.arange(len(forest)), handle=alone)
 
 
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
@@ -233,3 +234,14 @@ def test_a_batch_of_a_forest_of_equal_lengths_is_refused() -> None:
     other = trees.fold([[ids[0] + 1, *ids[1:]] for ids in PICTURE])
     with pytest.raises(ExecutionError, match="row 0 is token 0 of item 0"):
         trees.unfold(trees.fold(PICTURE), batch_of(other, [0, 0], [0, 1]))
+
+
+def test_trees_without_their_masks_and_repeated_trees_are_refused() -> None:
+    forest = trees.fold(PICTURE)
+    given: Any = {"lengths": forest.lengths, "masks": [ap.masks.causal()]}
+    (causal,) = PlannedLoader([forest[0]], **planning(job(1, 20)), **given)
+    with pytest.raises(ExecutionError, match="not planned with the masks of the forest"):
+        trees.unfold(forest, causal)
+    (repeated,) = PlannedLoader(forest, **planning(job(1, 20)), sampler=[[0, 0]])
+    with pytest.raises(ExecutionError, match="tree 0 is in the microbatch more than once"):
+        trees.unfold(forest, repeated)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sized
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch.distributed import ProcessGroup
+from torch.utils.data import ConcatDataset, Subset
 
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
@@ -19,12 +21,41 @@ from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
-from apportion.trainer.loading.rows import Dataset
+from apportion.trainer.loading.rows import LABELS, Dataset
+
+
+def own_lengths(dataset: Any) -> Any:
+    """The `lengths` of a dataset; of torch's Subset and ConcatDataset, those of their samples; None: it has none."""
+    if isinstance(dataset, Subset):
+        values = own_lengths(dataset.dataset)
+        return None if values is None else np.asarray(values)[np.asarray(dataset.indices, np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [own_lengths(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)
+    return getattr(dataset, "lengths", None)
+
+
+def own_masks(dataset: Any) -> Any:
+    """The `masks` of a dataset; of torch's Subset and ConcatDataset, those of their samples; None: it has none."""
+    if isinstance(dataset, Subset):
+        masks = own_masks(dataset.dataset)
+        return masks if _is_single(masks) else [masks[i] for i in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts: list[Any] = [(part, own_masks(part)) for part in dataset.datasets]
+        if all(masks is None for _, masks in parts):
+            return None
+        lists = ([masks] * len(part) if _is_single(masks) else masks for part, masks in parts)
+        return [*chain.from_iterable(lists)]
+    return getattr(dataset, "masks", None)
+
+
+def _is_single(masks: Any) -> bool:
+    return isinstance(masks, Mask | Mapping | None)
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     """int64 [n]: tokens of each sample, from the argument or the dataset. Raises ConfigError."""
-    values = getattr(dataset, "lengths", None) if lengths is None else lengths
+    values = own_lengths(dataset) if lengths is None else lengths
     if values is None:
         rule = "planning needs the length of each sample before it is read"
         raise ConfigError("lengths", None, rule, "pass lengths, or a dataset that has them as `lengths`")
@@ -40,12 +71,12 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 def masks_of(dataset: Dataset, masks: Masks) -> Masks:
     """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, and for a single
     mask that would replace the dataset's masks, one per sample."""
-    own: Masks = getattr(dataset, "masks", None)
+    own: Masks = own_masks(dataset)
     value = own if masks is None else masks
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
         raise ConfigError("masks", value, rule, "write ap.masks.causal()")
-    if isinstance(masks, Mask | Mapping) and not isinstance(own, Mask | Mapping | None):
+    if isinstance(masks, Mask | Mapping) and not _is_single(own):
         rule = (
             "would replace the dataset's masks, one per sample, such as those of packed documents or of trees"
         )
@@ -86,6 +117,9 @@ def field_names(shifted: Collection[str]) -> frozenset[str]:
     is_list = isinstance(shifted, Iterable) and not isinstance(shifted, str)
     if not is_list or not all(isinstance(name, str) for name in shifted):
         raise ConfigError("shifted", shifted, "must be a list of field names", 'write ["labels"]')
+    if LABELS not in shifted:
+        rule = f"must have {LABELS!r}, which always belong to the predicted token"
+        raise ConfigError("shifted", [*shifted], rule, "add it; give labels of the own token another name")
     return frozenset(shifted)
 
 

@@ -70,11 +70,11 @@ class PlannedBatch(Microbatch):
 
     def roll(self, x: Tensor, shift: int = 1, fill: float | None = None) -> Tensor:
         """x [rows, ...] -> [rows, ...]: for each row, the row of the token `shift` predictions ahead, where each
-        token predicts the next one (same document); `fill` if there is none, by default 0, and IGNORED for the batch's
-        labels: `batch.roll(batch.labels)` are the labels two tokens ahead. A collective, differentiable. Raises
-        ExecutionError, ConfigError."""
+        token predicts the next one (same document); `fill` if there is none, by default 0, and IGNORED for int64, as in
+        `batch.roll(batch.labels)`, the labels two tokens ahead. A collective, differentiable. Raises ExecutionError,
+        ConfigError."""
         self._check_rows("roll", x)
-        fill = float(IGNORED if x is self.labels else 0) if fill is None else fill
+        fill = float(IGNORED if x.dtype == torch.int64 else 0) if fill is None else fill
         return self._all_places().exchange_for(self, integer("shift", shift, 1))(x, fill)
 
     def _check_rows(self, verb: str, x: Tensor) -> None:

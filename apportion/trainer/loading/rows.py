@@ -28,7 +28,7 @@ from apportion.trainer.step.microbatch import IGNORED, WEIGHTS
 
 Sample = ArrayLike | Tensor | Mapping[str, Any]
 
-TOKENS, LABELS = "input_ids", "labels"
+TOKENS, LABELS, LENGTHS = "input_ids", "labels", "seq_lengths"
 SHIFTED = (LABELS, WEIGHTS)
 MROPE = "mrope_position_ids"  # [length, 3]
 NOWHERE = -1  # sample, and position in it, of padding
@@ -45,7 +45,7 @@ _NOT_APPLIED = "of this name would not be applied"
 #: fields that would change the result but do not reach the model, or that have another name in other packages
 _RULES = (
     ("attention_mask padding_mask pad_mask key_padding_mask", _BY_MASK, "remove padding, and give `masks`"),
-    ("position_ids seq_lengths cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx", _BY_MASK, _PACKED),
+    ("position_ids cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx", _BY_MASK, _PACKED),
     ("segment_ids segment_id document_ids document_id doc_ids sequence_ids", _BY_MASK, _DOCUMENTS),
     ("token_type_ids", "no layer would receive it", "leave it out if the model does not need it"),
     ("completion_masks assistant_mask assistant_tokens_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask"),
@@ -255,11 +255,24 @@ class _SequenceReader:
         return self._samples[sequence]
 
     def _read(self, sequence: int) -> _Sample:
-        number = int(self.numbers[sequence])
-        sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), number)
+        number, raw = int(self.numbers[sequence]), self.read(sequence)
+        sample = _sample(raw, int(self.batch.lengths[sequence]), number)
+        if isinstance(raw, Mapping) and LENGTHS in raw:
+            self._check_documents(sequence, number, raw[LENGTHS])
         if (positions := sample.fields.get(MROPE)) is not None and positions.dim() == 2:
             self._check_branches(sequence, number, positions)
         return sample
+
+    def _check_documents(self, sequence: int, number: int, lengths: Any) -> None:
+        """Raises ConfigError if the documents of a packed row are not those of its mask."""
+        first, last = self.batch.starts[sequence : sequence + 2]
+        breaks = self.batch.position_breaks()
+        starts = breaks[(breaks >= first) & (breaks < last) & (self.batch.position_at(breaks) == 0)]
+        planned = np.diff(starts, append=last).tolist()
+        if (given := np.asarray(lengths).tolist()) != planned:
+            rule = f"was planned with documents of {planned} tokens"
+            remedy = f"{_PACKED}, or the masks of the samples that it wraps"
+            raise ConfigError(f"sample {number}: {LENGTHS}", given, rule, remedy)
 
     def _check_branches(self, sequence: int, number: int, positions: Tensor) -> None:
         """Raises ConfigError if the positions of a branch do not continue those of its parent."""
@@ -317,7 +330,7 @@ def _sample(sample: Sample, length: int, number: int) -> _Sample:
             f"{label} {rule}: give the loader the lengths that samples have when they are read"
         )
     _refuse_unapplied(label, sample, length)
-    dropped = (TOKENS, LABELS, *_NEUTRAL_VALUES, *LOSS_MASKS)
+    dropped = (TOKENS, LABELS, LENGTHS, *_NEUTRAL_VALUES, *LOSS_MASKS)
     fields = {
         name: _field(f"{label}: {name}", sample[name], length) for name in sample if name not in dropped
     }

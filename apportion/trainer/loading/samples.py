@@ -4,7 +4,7 @@
     iterable ──`buffer` samples──► Samples ──► PlannedLoader, one pass ──► the next buffer
 
 A packed row marks its documents by `seq_lengths` (trl) or by `position_ids` that restart (axolotl, transformers); the
-documents become a mask of the row, and the columns are dropped.
+documents become a mask of the row. Samples keep `seq_lengths`, which the loader compares with the planned mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
@@ -24,11 +24,12 @@ from apportion.ir.masks.specs import causal, documents
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import MaskSpec, find_overlong
+from apportion.trainer.loading.arguments import own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
-from apportion.trainer.loading.rows import TOKENS, Dataset
+from apportion.trainer.loading.rows import LENGTHS, TOKENS, Dataset
 
-LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
+POSITIONS, ATTENTION = "position_ids", "attention_mask"
 _READ = 1000  # samples to read at a time
 
 
@@ -55,7 +56,7 @@ class Samples(Dataset):
         limit: int | None = None,
         overlong: str = "refuse",
     ) -> None:
-        if getattr(dataset, "masks", None) is not None:
+        if own_masks(dataset) is not None:
             rule = "would be ignored: samples have the mask of the argument `mask`"
             remedy = "pass mask=, or the dataset itself to the loader"
             raise ConfigError("masks", "of the dataset", rule, remedy)
@@ -72,8 +73,8 @@ class Samples(Dataset):
         self._found = longest[self.kept]  # before cutting
         packs = [_truncate(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
-        has_packs = any(len(pack) > 1 for pack in packs)
-        self.masks = [_mask_of(pack, mask) for pack in packs] if has_packs else mask
+        self._has_packs = any(len(pack) > 1 for pack in packs)
+        self.masks = [_mask_of(pack, mask) for pack in packs] if self._has_packs else mask
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -84,26 +85,16 @@ class Samples(Dataset):
             return self._cut(index, sample)
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
         fields = {name: sample[name] for name in sample if name in names}
-        if sample.keys() & {LENGTHS, POSITIONS}:
-            self._check_documents(index, sample)
-            if np.asarray(fields.get(ATTENTION, 1)).all():
-                fields.pop(ATTENTION, None)  # some packers number the documents in it
-        return {name: self._cut(index, value) for name, value in fields.items()}
+        if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(fields.get(ATTENTION, 1)).all():
+            fields.pop(ATTENTION, None)  # some packers number the documents in it
+        result = {name: self._cut(index, value) for name, value in fields.items()}
+        pack = _truncate(_pack(int(self.kept[index]), sample), self._limit)
+        return result | {LENGTHS: pack} if self._has_packs or len(pack) > 1 else result
 
     def _cut(self, index: int, value: Any) -> Any:
         """Cuts a value with an entry for each token of an overlong sample; the loader refuses other lengths."""
         found, length = int(self._found[index]), int(self.lengths[index])
         return value[:length] if length < found and np.ndim(value) and len(value) == found else value
-
-    def _check_documents(self, index: int, sample: Mapping[str, Any]) -> None:
-        """Raises ExecutionError if a packed row has other documents than its mask, such as after packing anew."""
-        number = int(self.kept[index])
-        mask = self.masks[index] if isinstance(self.masks, list) else self.masks
-        lengths = _truncate(_pack(number, sample), self._limit)
-        if _mask_of(lengths, self._mask) != mask:
-            rule = f"has documents of {lengths} tokens, but was planned with others"
-            remedy = "make ap.Samples again after packing the dataset again"
-            raise ExecutionError(f"sample {number} {rule}: {remedy}")
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:
@@ -222,8 +213,6 @@ class StreamedLoader:
             self._epoch, self._number, self._inner, self._begin = epoch, 0, None, (0, None)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(self._epoch)
         (self._number, self._inner), self._begin = self._begin, (0, None)
         self._loader, samples = None, self._rest()
         while chunk := list(islice(samples, self._size)):
@@ -235,10 +224,16 @@ class StreamedLoader:
 
     def _rest(self) -> Iterator[Any]:
         """The samples from the next buffer on."""
-        skipped = self._number * self._size
-        if hasattr(self._stream, "skip"):
-            return iter(self._stream.skip(skipped))
-        return islice(iter(self._stream), skipped, None)
+        stream, skipped = self._stream, self._number * self._size
+        self._set_epoch_of(stream)
+        if skipped and hasattr(stream, "skip"):
+            stream, skipped = stream.skip(skipped), 0
+            self._set_epoch_of(stream)  # a new stream, whose epoch may be 0
+        return islice(iter(stream), skipped, None)
+
+    def _set_epoch_of(self, stream: Any) -> None:
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(self._epoch)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
         """The loader of a buffer; None if all of its samples were dropped, or too few are left for an iteration. Raises
