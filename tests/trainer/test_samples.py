@@ -295,6 +295,16 @@ def test_a_stream_that_has_ended_resumes_with_the_next_epoch() -> None:
     assert samples_of(third) == samples_of(second) == samples_of(first) != []
 
 
+def test_an_epoch_before_the_loaded_one_causes_a_warning() -> None:
+    first, second = stream_loader(), stream_loader()
+    first.set_epoch(1)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(1)
+    with pytest.warns(UserWarning, match=r"set_epoch\(0\) discards the loaded place in epoch 1"):
+        second.set_epoch(0)
+
+
 def test_a_stream_drops_and_counts_overlong_samples() -> None:
     loader = stream_loader(limit=5, overlong="drop")
     kept = [sample for batch in samples_of(loader) for sample in batch]

@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     from apportion.planner.iteration.ticks import TickTable
 
 
+DISCARDS = (
+    "set_epoch({}) discards the loaded place in epoch {}, so samples are read again: begin with that epoch"
+)
+
+
 class LoaderOptions(TypedDict, total=False):
     """Keyword arguments of `PlannedLoader`, for functions that pass them on."""
 
@@ -257,8 +262,7 @@ class PlannedLoader:
         default where a loaded state of this epoch left off, or with the first iteration if there is none."""
         epoch = integer("epoch", epoch, 0)
         if start is None and epoch < self._begin.epoch and self._begin > Place(self._begin.epoch):
-            text = f"set_epoch({epoch}) discards the loaded place in epoch {self._begin.epoch}"
-            warn(f"{text}, so samples are read again: begin with that epoch", stacklevel=2)
+            warn(DISCARDS.format(epoch, self._begin.epoch), stacklevel=2)
         if start is not None or epoch != self._begin.epoch:
             self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
 

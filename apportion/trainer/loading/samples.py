@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Unpack
+from warnings import warn
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import MaskSpec, find_overlong
 from apportion.trainer.loading.arguments import own_masks
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
+from apportion.trainer.loading.loader import DISCARDS, LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import LENGTHS, TOKENS, Dataset
 
 POSITIONS, ATTENTION = "position_ids", "attention_mask"
@@ -209,7 +210,9 @@ class StreamedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass over the stream."""
-        if integer("epoch", epoch, 0) != self._epoch:
+        if integer("epoch", epoch, 0) < self._epoch and self._begin != (0, None):
+            warn(DISCARDS.format(epoch, self._epoch), stacklevel=2)
+        if epoch != self._epoch:
             self._epoch, self._number, self._inner, self._begin = epoch, 0, None, (0, None)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
