@@ -107,6 +107,8 @@ def logits_of(policy, batch):
 class FoldedSamples:
     """Trains on trees; values of samples are mapped to the rows that predict their tokens."""
 
+    FIELDS = ()
+
     def __init__(self, samples, old, advantages, weights):
         groups = np.repeat(np.arange(PROMPTS), GROUP)
         self.dataset = ap.trees.fold(samples, groups)
@@ -153,7 +155,7 @@ def train(task):
     lengths = [int(length) for length in task.dataset.lengths]
     per_rank = -(-sum(lengths) // RANKS)
     steps = [list(range(len(lengths)))] * STEPS
-    shifted = ("labels", *SeparateSamples.FIELDS)
+    shifted = ("labels", *task.FIELDS)
     cluster = ap.Cluster(nodes=1, ranks_per_node=RANKS)
     for batch in ap.PlannedLoader(task.dataset, cluster, MODEL, per_rank, sampler=steps, shifted=shifted):
         policy.zero_grad()

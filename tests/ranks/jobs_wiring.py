@@ -105,10 +105,13 @@ def trained(comm: Communicator, mistake: str) -> None:
         _run_loop(comm, mistake)
 
 
-def trained_before(comm: Communicator) -> None:
-    """Trains a model without plans after a planned one, which is gone; warnings are errors."""
-    trained(comm, "")
-    gc.collect()
+def trained_before(comm: Communicator, is_kept: bool) -> None:
+    """Trains a model without plans after a planned one; warnings are errors. is_kept: the planned one still exists, and
+    never made a step."""
+    kept = _run_loop(comm, "no steps" if is_kept else "")
+    if not is_kept:
+        del kept
+        gc.collect()
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
@@ -133,7 +136,7 @@ def wrapped_again(comm: Communicator) -> list[float]:
     return found
 
 
-def _run_loop(comm: Communicator, mistake: str) -> None:
+def _run_loop(comm: Communicator, mistake: str) -> Net:
     layer_kinds = {
         "sdpa": ("plan", "sdpa"),
         "softmax": ("by hand", "plan"),
@@ -185,8 +188,9 @@ def _run_loop(comm: Communicator, mistake: str) -> None:
                 continue
             if " clipped by " in mistake:
                 CLIPS[mistake.partition(" clipped by ")[2]]([*wrapped.parameters()])
-            optimizer.step()
+            optimizer.step() if mistake != "no steps" else None
             optimizer.zero_grad()
+    return model
 
 
 @torch.no_grad()

@@ -313,6 +313,8 @@ def test_other_arguments_are_checked() -> None:
         ("shifted", "weight", "must be a list of field names"),
         ("shifted", 3, "must be a list of field names"),
         ("shifted", [3], "must be a list of field names"),
+        ("shifted", [], "must have 'labels'"),
+        ("shifted", ["labels", "wort"], "must be a field of the samples"),
         ("token", "secret", "is for a planning service"),
         ("ca", "ca.pem", "is for a planning service"),
         ("shuffle", "x", "must be true or false"),
@@ -330,7 +332,7 @@ def test_other_arguments_are_checked() -> None:
 )
 def test_an_argument_that_would_be_ignored_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} = .*: {message}") as caught:
-        loader_of(**{field: value})
+        list(loader_of(**{field: value}))
     assert "secret" not in str(caught.value)
 
 

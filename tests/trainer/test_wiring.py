@@ -75,8 +75,9 @@ def test_wrong_loops_fail_at_once(pool: Pool, mistake: str, message: str) -> Non
         assert re.match(message, result), result
 
 
-def test_models_without_plans_train_after_a_planned_one(pool: Pool) -> None:
-    assert pool.errors(jobs_wiring.trained_before, 2) == ["", ""]
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_models_without_plans_train_after_a_planned_one(pool: Pool, is_kept: bool) -> None:
+    assert pool.errors(jobs_wiring.trained_before, 2, is_kept) == ["", ""]
 
 
 def test_a_module_in_another_wrapper_sums_gradients_once(pool: Pool) -> None:

@@ -148,6 +148,9 @@ def local_rows(
         parts.append(
             _sample_rows(sequences.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted)
         )
+    if unknown := {*form.shifted} - {*SHIFTED, *sequences.any_sample().fields}:
+        rule, remedy = "must be a field of the samples", "correct its name, or leave it out"
+        raise ConfigError("shifted", min(unknown), rule, remedy)
     empty = _sample_rows(sequences.any_sample(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
     return _concatenate([empty, *parts], form)._replace(
         shared=_shared(spans, batch, sequences, numbers, begins)

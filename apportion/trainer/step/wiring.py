@@ -92,6 +92,7 @@ class Watch:
         self.accumulation = Accumulation()
         self._unused = False  # kwargs handed out since the last step are not used yet
         self._reached = False
+        self._attended = False  # in training, since the last step
         self._hook: Any = None
         self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans used since the last loss; with a loss
         self._unmarked = WeakSet[Any]()  # plans with a backward of a loss that has no known term
@@ -124,10 +125,11 @@ class Watch:
         """Records that a layer is called under the plan, except for recomputation in backward."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._used.add(handle)
+            self._attended = True
 
     def observe(self, handle: PlanHandle, results: tuple[Tensor, ...]) -> None:
         """Records attention's results of a compiled graph for the check that reruns the model eagerly."""
-        trial = self.trial
+        trial, self._attended = self.trial, True
         if not (trial is None or trial.part is not None or trial.eager or handle.feeds):
             trial.handle = ref(handle)
             trial.keep(handle, results, partial(self.tensors, handle), self.models)
@@ -297,6 +299,7 @@ class Watch:
         if self is not watch or stepping() not in (None, optimizer):
             return
         params = _parameters(optimizer)
+        attended, self._attended = self._attended, False
         # a loss that was not checked
         if self.shared is not None and self.shared.calls and not self.accounted:
             reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
@@ -305,7 +308,7 @@ class Watch:
         if any(isinstance(param, DTensor) and param not in self.owners for param in params):
             self.track([*shards_of(self.owners)])
         owned = [param for param in params if param in self.owners]
-        met = self.trial is not None and self.trial.met
+        met = attended and self.trial is not None and self.trial.met
         if not owned and met and self.owners and not any(self.owners.values()):  # the met modules still exist
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps == 2:
