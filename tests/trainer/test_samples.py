@@ -155,6 +155,12 @@ def test_documents_that_do_not_fill_their_row_are_refused(name: str, value: Any)
         ap.Samples([{"input_ids": TOKENS, name: value}])
 
 
+def test_positions_of_other_documents_are_refused() -> None:
+    contradiction = {"seq_lengths": [3, 5], "position_ids": [0, 1, 2, 3, 0, 1, 2, 3]}
+    with pytest.raises(ConfigError, match="sample 0: position_ids"):
+        ap.Samples([{"input_ids": TOKENS, **contradiction}])
+
+
 def test_masks_of_the_wrapped_dataset_are_kept() -> None:
     dataset = Plain([TOKENS], [len(TOKENS)])
     dataset.masks = ap.masks.sliding_window(2)

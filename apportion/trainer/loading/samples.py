@@ -123,21 +123,20 @@ def _packs(dataset: Dataset) -> Iterator[list[int]]:
 def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
     """The lengths of a sample's documents; its own length if it marks none. Raises ConfigError."""
     tokens = len(sample[TOKENS])
-    if LENGTHS in sample:
-        lengths = np.asarray(sample[LENGTHS]).tolist()
-        if min(lengths, default=0) < 1 or sum(lengths) != tokens:
-            rule = f"must be positive lengths that add up to its {tokens} tokens"
-            raise ConfigError(f"sample {number}: {LENGTHS}", lengths, rule, "pack it again")
-        return list(lengths)
-    if POSITIONS not in sample:
-        return [tokens]
-    positions = np.asarray(sample[POSITIONS])
-    starts = np.flatnonzero(positions == 0) if positions.shape == (tokens,) else np.zeros(0, np.int64)
-    lengths = np.diff(starts, append=tokens)
-    expected = np.arange(tokens) - np.repeat(starts, lengths) if len(starts) and not starts[0] else None
-    if expected is None or not np.array_equal(expected, positions):
-        rule = f"must count from 0 in each document of its {tokens} tokens"
-        raise ConfigError(f"sample {number}: {POSITIONS}", "other positions", rule, "give ap.masks instead")
+    lengths = np.asarray(sample.get(LENGTHS, [tokens]))
+    if LENGTHS in sample and (lengths.min(initial=1) < 1 or lengths.sum() != tokens):
+        rule = f"must be positive lengths that add up to its {tokens} tokens"
+        raise ConfigError(f"sample {number}: {LENGTHS}", lengths.tolist(), rule, "pack it again")
+    if POSITIONS in sample:
+        positions = np.asarray(sample[POSITIONS])
+        if LENGTHS not in sample and positions.shape == (tokens,):
+            lengths = np.diff(np.flatnonzero(positions == 0), append=tokens)
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        if len(starts) != tokens or not np.array_equal(np.arange(tokens) - starts, positions):
+            rule = f"must count from 0 in each document of its {tokens} tokens"
+            raise ConfigError(
+                f"sample {number}: {POSITIONS}", "other positions", rule, "give ap.masks instead"
+            )
     return list(lengths.tolist())
 
 
