@@ -162,7 +162,9 @@ class Predictions:
             raise ExecutionError(f"pairs takes {expected}, got {len(values)}")
         split = np.flatnonzero(is_present[0::2] != is_present[1::2])
         if len(split):
-            remedy = "the two must share a prefix, and have the same group in `fold`"
+            remedy = (
+                "the two must share a prefix of at least `min_length` tokens, and have one group in `fold`"
+            )
             raise ExecutionError(f"only one sample of pair {split[0]} is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(is_present[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]

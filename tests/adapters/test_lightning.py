@@ -54,7 +54,8 @@ def test_a_killed_run_resumes(pool: Any, tmp_path: Path) -> None:
         (rest, _), *_ = pool.run(jobs.fit, 4, *resume)
         assert len(rest[0]) == steps < len(whole[0])
         for own, other in zip(rest, whole, strict=True):
-            assert own == other[-len(own) :]
+            # MKL rounds by the alignment of memory
+            np.testing.assert_allclose(own, other[-len(own) :], rtol=1e-6)
     for error in pool.run(jobs.fit, 4, *resume, None, 2, jobs.OverriddenNet):
         assert "call super().on_train_start() there" in error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,8 @@ def groups(
     group = ap.Communicator(own_group)
     loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
-    with torch.set_grad_enabled(not evaluates):
+    with torch.set_grad_enabled(not evaluates), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         return [
             (b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist(), b.total_weight)
             for b in loader

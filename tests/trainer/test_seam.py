@@ -306,6 +306,8 @@ def test_an_evaluation_by_groups_covers_all_samples(pool: Pool) -> None:
     assert sorted(sample for b in first + other for sample in b[4]) == [*range(len(sizes))]
     assert [b[:4] for b in first] == [b[:4] for b in other]
     assert sum(b[3] for b in first if b[2]) == sum(size - 1 for size in sizes)
+    for error in pool.errors(jobs_seam.groups, 8, {"shuffle": False}, Recorded(sizes)):
+        assert "the last 1 iterations are dropped in every epoch" in error
 
 
 def test_groups_that_are_out_of_step_fail(pool: Pool) -> None:

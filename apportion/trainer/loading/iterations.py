@@ -169,6 +169,12 @@ class Draw:
             set_epoch(self.epoch)
         return (drawn for drawn in self.sampler or () if _microbatches(drawn) >= self.least)
 
+    @property
+    def dropped(self) -> int:
+        """The number of the epoch's iterations that no group runs, apart from short ones."""
+        epoch = [] if self.sampling is None else self.sampling.epoch(self.epoch)
+        return max(0, len(epoch) - len(self.share(epoch)) * self.groups)
+
     def share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         """The group's iterations."""
         rounds = (epoch[first : first + self.groups] for first in range(0, len(epoch), self.groups))

@@ -295,12 +295,17 @@ class PlannedLoader:
             text = f"a fourth pass begins at iteration {start.iteration} of epoch {start.epoch}, after three left early"
             remedy = "keep one iterator, or call set_epoch"
             warn(f"{text}: it yields the same samples again; {remedy}", stacklevel=2)
+        draw = self._draw()
+        never_read = self._sampling is not None and not (self._sampling.shuffle or self._least)
+        if never_read and self._group[1] > 1 and (dropped := draw.dropped):
+            text = f"the last {dropped} iterations are dropped in every epoch, since groups run equally many"
+            warn(f"{text}: shuffle, or to evaluate begin the pass under torch.no_grad()", stacklevel=2)
         self._left = (*self._left[-2:], start)
         self._meters.begin()
         self._check_place()
         if self._leads:
             wiring.watch.begin(self)
-        iterations = Iterations(self._builder, self._draw(), start.iteration)
+        iterations = Iterations(self._builder, draw, start.iteration)
         pieces = copy(self._source), iterations, self._rank, self._timeout_s, self._prepare
         with closing(fetching.Lookahead(*pieces)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
