@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
-from apportion import Samples
+from apportion import Samples, masks
+from apportion.ir.errors import ConfigError
 from tests.adapters import jobs_hf_trainer as jobs
 from tests.ranks.rank_pool import RankError
 
@@ -112,6 +113,14 @@ def test_columns_that_trainer_would_drop_are_refused(pool: Any, tmp_path: Path, 
 
 def test_evaluation_on_training_samples_has_a_loader_of_its_own(pool: Any, tmp_path: Path) -> None:
     assert pool.run(jobs.on_training_samples, 1, tmp_path) == [[(2, [1, 1]), (1, [0, 1])]]
+
+
+def test_packed_and_unpacked_datasets_are_concatenated() -> None:
+    packed = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "seq_lengths": [[1, 3]]})
+    dataset = concatenate_datasets([packed, Dataset.from_dict({"input_ids": [[5, 6]]})])
+    assert Samples(dataset).masks == [masks.documents([1, 3]), None]
+    with pytest.raises(ConfigError, match=r"sample 1 = \[\]: must have input_ids"):
+        Samples(Dataset.from_dict({"input_ids": [[1], None]}))
 
 
 def test_a_transform_of_the_dataset_decides_lengths() -> None:

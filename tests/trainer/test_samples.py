@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Subset
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError
@@ -134,6 +134,81 @@ def test_documents_of_samples_in_other_datasets_are_kept_or_refused() -> None:
         ap.PlannedLoader(joined, **planning(job()), masks=ap.masks.causal())
 
 
+class TokensOnly(Dataset[Any]):
+    """A wrapper that keeps the lengths and tokens of its samples, not their documents."""
+
+    def __init__(self, samples: Any) -> None:
+        self.base, self.lengths = samples, samples.lengths
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.base[index]
+        return sample["input_ids"] if isinstance(sample, dict) else sample
+
+
+class Mixture:
+    """The first samples of several datasets."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts, self.lengths = parts, [len(self._tokens(part[0])) for part in parts]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._tokens(self.parts[index][0])
+
+    @staticmethod
+    def _tokens(sample: Any) -> Any:
+        return sample["input_ids"] if isinstance(sample, dict) else sample
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [ap.Samples([{"input_ids": TOKENS, "seq_lengths": [3, 5]}]), ap.trees.fold([[1, 2, 3], [1, 2, 4]])],
+    ids=["packed", "forest"],
+)
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (TokensOnly, "base"),
+        (lambda samples: TokensOnly(TokensOnly(samples)), "base.base"),
+        (lambda samples: Subset(TokensOnly(samples), [0]), "dataset.base"),
+        (lambda samples: ConcatDataset([TokensOnly(samples)] * 2), "base"),
+        (lambda samples: Mixture([[TOKENS], samples]), "parts"),
+    ],
+)
+def test_masks_that_a_wrapper_hides_are_refused(samples: Any, wrap: Any, name: str) -> None:
+    dataset = wrap(samples)
+    with pytest.raises(ConfigError, match=rf"dataset\.{name}\.masks.*ignored: its wrapper has no masks"):
+        ap.PlannedLoader(dataset, **planning(job()))
+    masks = [ap.masks.causal()] * len(dataset)
+    assert len(list(ap.PlannedLoader(dataset, **planning(job()), masks=masks))) == 1
+
+
+def test_a_wrapper_of_samples_with_one_mask_needs_none() -> None:
+    dataset: Any = TokensOnly(ap.Samples([TOKENS]))
+    (batch,) = ap.PlannedLoader(dataset, **planning(job()))
+    assert batch.tokens.tolist() == TOKENS
+
+
+def test_a_row_without_marks_beside_packed_ones_is_one_document() -> None:
+    samples = [{"input_ids": TOKENS, "seq_lengths": [3, 5]}, {"input_ids": TOKENS[:3], "seq_lengths": None}]
+    assert ap.Samples(samples).masks == [ap.masks.documents([3, 5]), None]
+    batch = batch_of(*samples)
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]
+    dataset = Plain(samples[1:], [3])
+    assert len(list(ap.PlannedLoader(dataset, **planning(job())))) == 1
+
+
+@pytest.mark.parametrize("sample", [{"tokens": TOKENS}, {"input_ids": None}, {"input_ids": 3}])
+def test_samples_without_tokens_are_refused_by_number(sample: Any) -> None:
+    with pytest.raises(ConfigError, match=r"sample 1 = .*must have input_ids"):
+        ap.Samples([{"input_ids": TOKENS}, sample])
+
+
 def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
     kinds = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(2)}
     samples = ap.Samples([{"input_ids": TOKENS, "seq_lengths": [3, 5]}, {"input_ids": TOKENS}], mask=kinds)
@@ -168,10 +243,17 @@ def test_masks_of_the_wrapped_dataset_are_kept() -> None:
         ap.Samples(dataset)
 
 
-def test_a_dataset_without_a_length_is_refused() -> None:
-    stream: Any = iter([TOKENS])
-    with pytest.raises(ConfigError, match=r"'list_iterator': has no length.*ap\.StreamedLoader"):
+class Iterable(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([TOKENS])
+
+
+@pytest.mark.parametrize("stream", [iter([TOKENS]), Iterable(), ChainDataset([Iterable()])])
+def test_streams_are_refused_where_samples_have_numbers(stream: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dataset = .*: has no length.*ap\.StreamedLoader"):
         ap.Samples(stream)
+    with pytest.raises(ConfigError, match=r"dataset = .*: has no length.*ap\.StreamedLoader"):
+        ap.PlannedLoader(stream, **planning(job()), lengths=[len(TOKENS)])
 
 
 def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch.distributed import ProcessGroup
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
@@ -22,6 +22,8 @@ from apportion.ir.masks.spec import Mask
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
 from apportion.trainer.loading.rows import LABELS, Dataset
+
+_PARTS = 16  # datasets to look at in a list, whose items may also be samples
 
 
 def own_lengths(dataset: Any) -> Any:
@@ -49,21 +51,50 @@ def own_masks(dataset: Any) -> Any:
     return getattr(dataset, "masks", None)
 
 
+def _hidden_masks(dataset: Any, depth: int = 3) -> str | None:
+    """The attribute with the samples that a wrapper without `masks` reads, if these have masks; None: there is none."""
+    if isinstance(dataset, ConcatDataset):
+        return next(filter(None, map(_hidden_masks, dataset.datasets)), None)
+    if depth == 0 or hasattr(dataset, "masks"):
+        return None
+    attributes: dict[str, Any] = getattr(dataset, "__dict__", {})
+    for name, value in attributes.items():
+        parts = value[:_PARTS] if isinstance(value, list | tuple) else [value]
+        for part in (part for part in parts if hasattr(part, "__getitem__")):
+            if _are_masks(own_masks(part)):
+                return name
+            if inner := _hidden_masks(part, depth - 1):
+                return f"{name}.{inner}"
+    return None
+
+
 def _is_single(masks: Any) -> bool:
     return isinstance(masks, Mask | Mapping | None)
 
 
+def _are_masks(masks: Any) -> bool:
+    first = masks if _is_single(masks) else next(iter(masks), None)
+    return isinstance(first, Mask | Mapping)
+
+
+def check_map_style(dataset: Any) -> None:
+    """Raises ConfigError for a stream, such as a generator or one of torch's iterable datasets."""
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        rule, remedy = "has no length", "give a map-style dataset, or a stream to ap.StreamedLoader"
+        raise ConfigError("dataset", type(dataset).__name__, rule, remedy)
+
+
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
     """int64 [n]: tokens of each sample, from the argument or the dataset. Raises ConfigError."""
+    check_map_style(dataset)
     values = own_lengths(dataset) if lengths is None else lengths
     if values is None:
         rule = "planning needs the length of each sample before it is read"
         raise ConfigError("lengths", None, rule, "pass lengths, or a dataset that has them as `lengths`")
     array = values if isinstance(values, list | tuple | range) else np.asarray(values)
     checked = integers("lengths", array, 1, MAX_TOKENS)
-    count = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
-    if count != len(checked):
-        rule = f"there must be one for each sample, and the dataset has {count} samples"
+    if len(dataset) != len(checked):
+        rule = f"there must be one for each sample, and the dataset has {len(dataset)} samples"
         raise ConfigError("lengths", f"{len(checked)} lengths", rule, "give the length of each sample")
     return checked
 
@@ -73,6 +104,12 @@ def masks_of(dataset: Dataset, masks: Masks) -> Masks:
     mask that would replace the dataset's masks, one per sample."""
     own: Masks = own_masks(dataset)
     value = own if masks is None else masks
+    if value is None and (name := _hidden_masks(dataset)):
+        rule, remedy = (
+            "would be ignored: its wrapper has no masks",
+            "add the attribute, or give the loader masks=",
+        )
+        raise ConfigError(f"dataset.{name}.masks", "given", rule, remedy)
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
         raise ConfigError("masks", value, rule, "write ap.masks.causal()")

@@ -260,7 +260,7 @@ class _SequenceReader:
     def _read(self, sequence: int) -> _Sample:
         number, raw = int(self.numbers[sequence]), self.read(sequence)
         sample = _sample(raw, int(self.batch.lengths[sequence]), number)
-        if isinstance(raw, Mapping) and LENGTHS in raw:
+        if isinstance(raw, Mapping) and raw.get(LENGTHS) is not None:
             self._check_documents(sequence, number, raw[LENGTHS])
         if (positions := sample.fields.get(MROPE)) is not None and positions.dim() == 2:
             self._check_branches(sequence, number, positions)

@@ -25,7 +25,7 @@ from apportion.ir.masks.specs import causal, documents
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import MaskSpec, find_overlong
-from apportion.trainer.loading.arguments import own_masks
+from apportion.trainer.loading.arguments import check_map_style, own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import DISCARDS, LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import LENGTHS, TOKENS, Dataset
@@ -61,9 +61,7 @@ class Samples(Dataset):
             rule = "would be ignored: samples have the mask of the argument `mask`"
             remedy = "pass mask=, or the dataset itself to the loader"
             raise ConfigError("masks", "of the dataset", rule, remedy)
-        if not isinstance(dataset, Sized):
-            rule, remedy = "has no length", "give a map-style dataset, or a stream to ap.StreamedLoader"
-            raise ConfigError("dataset", type(dataset).__name__, rule, remedy)
+        check_map_style(dataset)
         self._dataset, self._columns, self._mask = dataset, columns, mask
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
@@ -115,13 +113,19 @@ def _packs(dataset: Dataset) -> Iterator[list[int]]:
         columns = {name: table[name].combine_chunks() for name in present}
         sizes = columns[TOKENS].value_lengths().to_pylist()
         for row, size in enumerate(sizes):
-            others = {name: columns[name][row].values.to_numpy() for name in present if name != TOKENS}
-            yield _pack(number, {TOKENS: range(size), **others})
+            others = {name: columns[name][row].values for name in present if name != TOKENS}
+            marks = {name: value.to_numpy() for name, value in others.items() if value is not None}
+            yield _pack(number, {TOKENS: None if size is None else range(size), **marks})
             number += 1
 
 
 def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
     """The lengths of a sample's documents; its own length if it marks none. Raises ConfigError."""
+    # a Dataset that was concatenated has None where a part lacks a column
+    sample = {name: value for name, value in sample.items() if value is not None}
+    if not isinstance(sample.get(TOKENS), Sized):
+        rule = f"must have {TOKENS}, its token ids"
+        raise ConfigError(f"sample {number}", sorted(map(str, sample)), rule, "tokenize it first")
     tokens = len(sample[TOKENS])
     lengths = np.asarray(sample.get(LENGTHS, [tokens]))
     if LENGTHS in sample and (lengths.min(initial=1) < 1 or lengths.sum() != tokens):
