@@ -167,7 +167,10 @@ class Mixture:
 
 @pytest.mark.parametrize(
     "samples",
-    [ap.Samples([{"input_ids": TOKENS, "seq_lengths": [3, 5]}]), ap.trees.fold([[1, 2, 3], [1, 2, 4]])],
+    [
+        ap.Samples([TOKENS, {"input_ids": TOKENS, "seq_lengths": [3, 5]}]),
+        ap.trees.fold([[1, 2, 3], [1, 2, 4]]),
+    ],
     ids=["packed", "forest"],
 )
 @pytest.mark.parametrize(
@@ -184,14 +187,23 @@ def test_masks_that_a_wrapper_hides_are_refused(samples: Any, wrap: Any, name: s
     dataset = wrap(samples)
     with pytest.raises(ConfigError, match=rf"dataset\.{name}\.masks.*ignored: its wrapper has no masks"):
         ap.PlannedLoader(dataset, **planning(job()))
+    with pytest.raises(ConfigError, match=rf"dataset\.{name}\.masks"):  # as an adapter's, of a model's config
+        ap.PlannedLoader(dataset, **planning(job()), masks=ap.masks.sliding_window(2))
+    with pytest.raises(ConfigError, match="masks"):
+        ap.Samples(dataset)
     masks = [ap.masks.causal()] * len(dataset)
     assert len(list(ap.PlannedLoader(dataset, **planning(job()), masks=masks))) == 1
 
 
-def test_a_wrapper_of_samples_with_one_mask_needs_none() -> None:
-    dataset: Any = TokensOnly(ap.Samples([TOKENS]))
-    (batch,) = ap.PlannedLoader(dataset, **planning(job()))
+def test_a_wrapper_of_samples_with_one_mask() -> None:
+    plain: Any = TokensOnly(ap.Samples([TOKENS]))
+    (batch,) = ap.PlannedLoader(plain, **planning(job()))
     assert batch.tokens.tolist() == TOKENS
+    window = ap.masks.sliding_window(2)
+    dataset: Any = TokensOnly(ap.Samples([TOKENS], mask=window))
+    with pytest.raises(ConfigError, match=r"dataset\.base\.masks"):
+        ap.PlannedLoader(dataset, **planning(job()))
+    assert len(list(ap.PlannedLoader(dataset, **planning(job()), masks=window))) == 1
 
 
 def test_a_row_without_marks_beside_packed_ones_is_one_document() -> None:

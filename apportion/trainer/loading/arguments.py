@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -51,8 +51,8 @@ def own_masks(dataset: Any) -> Any:
     return getattr(dataset, "masks", None)
 
 
-def _hidden_masks(dataset: Any, depth: int = 3) -> str | None:
-    """The attribute with the samples that a wrapper without `masks` reads, if these have masks; None: there is none."""
+def _hidden_masks(dataset: Any, depth: int = 3) -> tuple[str, Any] | None:
+    """The masks of samples that a wrapper without `masks` reads, and the attribute with these samples; None: none."""
     if isinstance(dataset, ConcatDataset):
         return next(filter(None, map(_hidden_masks, dataset.datasets)), None)
     if depth == 0 or hasattr(dataset, "masks"):
@@ -61,10 +61,10 @@ def _hidden_masks(dataset: Any, depth: int = 3) -> str | None:
     for name, value in attributes.items():
         parts = value[:_PARTS] if isinstance(value, list | tuple) else [value]
         for part in (part for part in parts if hasattr(part, "__getitem__")):
-            if _are_masks(own_masks(part)):
-                return name
+            if _are_masks(masks := own_masks(part)):
+                return name, masks
             if inner := _hidden_masks(part, depth - 1):
-                return f"{name}.{inner}"
+                return f"{name}.{inner[0]}", inner[1]
     return None
 
 
@@ -73,8 +73,8 @@ def _is_single(masks: Any) -> bool:
 
 
 def _are_masks(masks: Any) -> bool:
-    first = masks if _is_single(masks) else next(iter(masks), None)
-    return isinstance(first, Mask | Mapping)
+    """Whether a dataset's `masks` are a plan's, not such as a dataset of images has."""
+    return any(isinstance(one, Mask | Mapping) for one in (masks if isinstance(masks, Sequence) else [masks]))
 
 
 def check_map_style(dataset: Any) -> None:
@@ -100,19 +100,20 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 
 
 def masks_of(dataset: Dataset, masks: Masks) -> Masks:
-    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, and for a single
-    mask that would replace the dataset's masks, one per sample."""
+    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks, for a single mask
+    that would replace the dataset's masks, one per sample, and for masks that a wrapper does not pass on."""
     own: Masks = own_masks(dataset)
     value = own if masks is None else masks
-    if value is None and (name := _hidden_masks(dataset)):
-        rule, remedy = (
-            "would be ignored: its wrapper has no masks",
-            "add the attribute, or give the loader masks=",
-        )
-        raise ConfigError(f"dataset.{name}.masks", "given", rule, remedy)
     if isinstance(value, str) or not isinstance(value, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
         raise ConfigError("masks", value, rule, "write ap.masks.causal()")
+    hidden = None if own is not None else _hidden_masks(dataset)
+    if hidden is not None and (masks is None or (_is_single(masks) and not _is_single(hidden[1]))):
+        rule, remedy = (
+            "would be ignored: its wrapper has no masks",
+            "add the attribute, or give the loader a list",
+        )
+        raise ConfigError(f"dataset.{hidden[0]}.masks", "given", rule, remedy)
     if isinstance(masks, Mask | Mapping) and not _is_single(own):
         rule = (
             "would replace the dataset's masks, one per sample, such as those of packed documents or of trees"

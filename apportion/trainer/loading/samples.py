@@ -25,7 +25,7 @@ from apportion.ir.masks.specs import causal, documents
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import MaskSpec, find_overlong
-from apportion.trainer.loading.arguments import check_map_style, own_masks
+from apportion.trainer.loading.arguments import check_map_style, masks_of, own_masks
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import DISCARDS, LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import LENGTHS, TOKENS, Dataset
@@ -73,7 +73,7 @@ class Samples(Dataset):
         packs = [_truncate(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         self._has_packs = any(len(pack) > 1 for pack in packs)
-        self.masks = [_mask_of(pack, mask) for pack in packs] if self._has_packs else mask
+        self.masks = [_mask_of(pack, mask) for pack in packs] if self._has_packs else masks_of(dataset, mask)
 
     def __len__(self) -> int:
         return len(self.kept)
